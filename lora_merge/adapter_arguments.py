@@ -13,6 +13,7 @@ from .addresses import split
 from .errors import UsageError
 from .options import BLOCK_WEIGHTS, OPTIONS
 from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
+from .text import CODE, Message
 
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
@@ -47,18 +48,23 @@ OF_PYTHON: Final = ("base", "output", "search", "workers", "ray_address")
 OF_BATCH: Final = ("overwrite", "card")
 """Options of jobs that `lora-merge batch` has too."""
 
-_OPTION: Final = (
-    r"(?<![\w-])(?:--(?P<flag>[a-z][a-z-]*)|-o)(?![\w-])"
-    r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|writes|leaves|if|names|keeps|was|must|needs|has|shows|instead)\b)"
-    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;]*[^\s,;:.])(?: or (?P<other>[a-z][\w.]*)(?=$|[,;]))?)?"
-)
-"""An option in a message, and its value where one follows; -o is the output."""
+PAIRS: Final = ("parts", "settings", "entries", "rules")
+"""Kinds of options whose values are a name and a value."""
+
+LISTS: Final = ("texts", "list", "numbers")
+"""Kinds of options that have several values."""
+
+_MENTION: Final = r"(?<![\w-])(?:--([a-z][a-z-]*)|-o)(?![\w-])"
+"""An option in a message; -o is the output."""
+
+_TYPED: Final = r"(?:--(?P<name>[a-z][a-z-]*)|-o)(?: (?!--)(?P<value>.*?))?(?= --| -o |$)"
+"""An option that can be typed, and its value; -o is the output."""
 
 
 def in_jobs_file(text: str) -> str:
     """Return a message with its options as a jobs file has them: `unmatched: skip` for `--unmatched skip`.
 
-    Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
+    Commands stay as they are typed.
     """
     return _with_options(text, _field)
 
@@ -66,39 +72,36 @@ def in_jobs_file(text: str) -> str:
 def in_python(text: str) -> str:
     """Return a message with its options as keywords of Python: `unmatched="skip"` for `--unmatched skip`.
 
-    Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
+    Commands stay as they are typed.
     """
     return _with_options(text, _keyword)
 
 
-def _with_options(text: str, form: Callable[[re.Match[str]], str]) -> str:
-    pieces = re.split(r"(lora-merge [^;]*)", text)
-    pieces[::2] = [re.sub(_OPTION, form, piece) for piece in pieces[::2]]
+def _with_options(text: str, form: Callable[[str, str | None], str]) -> str:
+    pieces = CODE.split(Message(text).written)
+    pieces[::2] = [re.sub(_MENTION, lambda m: form(m[1] or "", None) or m[0], words) for words in pieces[::2]]
+    for n, code in enumerate(pieces[1::2]):
+        options = [form(m["name"] or "", m["value"]) or m[0] for m in re.finditer(_TYPED, code)]
+        pieces[2 * n + 1] = f"`{code}`" if code.startswith("lora-merge ") else ", ".join(options) or code
     return "".join(pieces)
 
 
-def _keyword(match: re.Match[str]) -> str:
-    name, value = (match["flag"] or "output").replace("-", "_"), match["value"]
+def _keyword(flag: str, value: str | None) -> str:
+    """Return an option as a keyword; "" if Python has none. `flag`: its name, "" for the output."""
+    name = (flag or "output").replace("-", "_")
     if name.startswith("no_") and name not in OPTIONS and name[3:] in OPTIONS:
-        return f"{name[3:]}=False" + (f" {value}{_other(match)}" if value else "")
+        return f"{name[3:]}=False"
     option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
     if option is None and name not in OF_PYTHON:
-        return match[0]
-    kind, comma = option.kind if option else "path", "," * match.string.startswith((" --", " -o "), match.end())
-    if value is None or kind == "switch":
-        return (f"{name}=True" if kind == "switch" else name) + (f" {value}{_other(match)}" if value else "")
+        return ""
+    kind = option.kind if option else "path"
+    if value is None:
+        return f"{name}=True" if kind == "switch" else name
     plain = value[1:-1] if value[0] in "'\"" else value
     part, equals, number = plain.rpartition("=")
-    if kind in ("parts", "settings", "entries", "rules") and equals:
-        return f"{name}={{{_literal(part)}: {_literal(number)}}}{_other(match)}{comma}"
-    values = [_literal(text) for text in (plain, match["other"]) if text]
-    listed = kind in ("texts", "list", "numbers")
-    return f"{name}={' or '.join(f'[{text}]' if listed else text for text in values)}{comma}"
-
-
-def _other(match: re.Match[str]) -> str:
-    """Return the second of two values of an option in a message: " or fp32"."""
-    return f" or {match['other']}" if match["other"] else ""
+    if kind in PAIRS and equals:
+        return f"{name}={{{_literal(part)}: {_literal(number)}}}"
+    return f"{name}=[{_literal(plain)}]" if kind in LISTS else f"{name}={_literal(plain)}"
 
 
 def _literal(text: str) -> str:
@@ -107,22 +110,21 @@ def _literal(text: str) -> str:
     return {"true": "True", "false": "False"}.get(text, text) if plain else json.dumps(text, ensure_ascii=False)
 
 
-def _field(match: re.Match[str]) -> str:
-    name, value = (match["flag"] or "output").replace("-", "_"), match["value"]
+def _field(flag: str, value: str | None) -> str:
+    """Return an option as a field; "" if a job has none."""
+    name = (flag or "output").replace("-", "_")
     option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
     if (option is None and name not in ("base", "output")) or name in OF_BATCH:
-        return match[0]
-    kind, comma = option.kind if option else "path", "," * match.string.startswith((" --", " -o "), match.end())
+        return ""
+    kind = option.kind if option else "path"
     if value is None:
         return f"{name}: true" if kind == "switch" else name
-    if kind == "switch":
-        return f"{name}: true {value}{_other(match)}"
     quoted = value[0] in "'\""
     part, equals, number = (value[1:-1] if quoted else value).rpartition("=")
-    if kind in ("parts", "settings", "entries", "rules") and equals:
-        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}{_other(match)}{comma}"
+    if kind in PAIRS and equals:
+        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}"
     value = _quoted(value[1:-1]) if quoted else value
-    return f"{name}: {f'[{value}]' if kind == 'texts' else value}{_other(match)}{comma}"
+    return f"{name}: {f'[{value}]' if kind in LISTS else value}"
 
 
 def _quoted(text: str) -> str:
@@ -229,24 +231,25 @@ def meant(text: str) -> Meant | None:
         return None
     if address := split(text):
         strength, _, parts = address[1].removeprefix(":").partition(",")
-        whole = Meant(text.removesuffix(address[1]), strength or "1", _pairs(parts))
+        whole = Meant(text.removesuffix(address[1]), strength or "1", factors_by_part(parts))
         return whole if address[1] else None
     if tags := of_tags(text):
         path, strength, parts = tags[0]
-        return Meant(path, strength, _pairs(parts))
+        return Meant(path, strength, factors_by_part(parts))
     path, value = split_strength(text)
     if value is not None:
         return Meant(path, f"{value:g}")
     if match := re.fullmatch(_WITH_PARTS, with_parts(text) or text):
-        return Meant(match["path"], match["strength"] or "1", _pairs(match["parts"]))
+        return Meant(match["path"], match["strength"] or "1", factors_by_part(match["parts"]))
     reading = strange(text)
     return Meant(*reading) if reading else None
 
 
-def _pairs(parts: str) -> tuple[tuple[str, str], ...]:
-    """Return (("te", "0"), ("lbw", "1,0")) for "te=0,lbw=1,0"."""
-    pairs = (part.partition("=") for part in re.split(",(?=[^,=]+=)", parts) if part)
-    return tuple((name, value) for name, _, value in pairs)
+def factors_by_part(text: str) -> tuple[tuple[str, str], ...]:
+    """Return (("te", "0"), ("lbw", "1,0")) for "te=0, lbw=1,0"."""
+    factors = re.split(r"[,;\s]+(?=[^,;\s=]+=)", text.strip(" ,;"))
+    pairs = (factor.rpartition("=") if "=" in factor else (factor, "", "") for factor in factors if factor)
+    return tuple((part.strip(), value.strip()) for part, _, value in pairs)
 
 
 def adapter_path(path: str | Path, *, alone: bool = False) -> Path:

@@ -347,7 +347,7 @@ def output_address(text: str) -> Address | None:
             raise UsageError("an output has no strength", text[:200], f"write {address}")
     names = [*address.name.split("/"), *(address.path.split("/") if address.path else ())]
     if address.scheme not in WRITABLE or {"", ".", ".."} & {*names}:
-        fix = "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…"
+        fix = "write a file here with `-o NAME`, or name hf://owner/name, s3://bucket/key, gs://… or az://…"
         raise UsageError("outputs cannot be uploaded to this address", _shown(text), fix)
     if address.scheme in OBJECTS and address.revision:
         raise UsageError("a version of an object cannot be written", str(address), "leave out ?versionId=…")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from .text import Lines, escaped, html_table
+from .text import Lines, Message, escaped, html_table
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,9 +39,11 @@ class MergeError(Exception):
     """A word of the request and the words in its place; the command line then prints the user's own line with these."""
 
     def __init__(self, what: str, where: str, fix: str) -> None:
-        what, where, fix = _cut(what), _cut(where), _cut(fix)
-        super().__init__(what, where, fix)  # positional, so that it pickles across processes
-        self.what, self.where, self.fix = what, where, fix
+        self._put(what, where, fix)
+
+    def _put(self, *texts: str) -> None:
+        self.what, self.where, self.fix = map(_cut, texts)
+        self.args = (self.what, self.where, self.fix)  # positional, so that it pickles across processes
 
     def rename(self, old: str, new: str) -> None:
         """Replace a path in the message, such as a temporary one, by the path that the user knows.
@@ -61,8 +63,7 @@ class MergeError(Exception):
         Returns:
             The error itself.
         """
-        self.what, self.where, self.fix = (type(t)(words(t)) for t in (self.what, self.where, self.fix))
-        self.args = (self.what, self.where, self.fix)
+        self._put(*(type(t)(words(t.written)) for t in (self.what, self.where, self.fix)))
         return self
 
     def instead(self, word: str, *right: str) -> Self:
@@ -87,11 +88,14 @@ class MergeError(Exception):
         return f"{escaped(self.what)}\n  where: {where}\n  fix:   {escaped(self.fix)}"
 
 
-def _cut(text: str) -> str:
-    lines = text.split("\n") if isinstance(text, Lines) else [text]
-    return type(text)(
-        "\n".join(line if len(line) <= LONGEST_MESSAGE_LINE else f"{line[:LONGEST_MESSAGE_LINE]}…" for line in lines)
-    )
+def _cut(text: str) -> Message | Lines:
+    if isinstance(text, Lines):
+        return Lines("\n".join(map(_cut_line, text.split("\n"))))
+    return Message(_cut_line(getattr(text, "written", text)))
+
+
+def _cut_line(line: str) -> str:
+    return line if len(line) <= LONGEST_MESSAGE_LINE else f"{line[:LONGEST_MESSAGE_LINE]}…"
 
 
 def cause(e: Exception) -> str:
@@ -145,8 +149,7 @@ class TooLarge(InputError):
 
     def locate(self, output: str) -> None:
         """Put the path of the output before the name of the tensor."""
-        self.where = f"{output}: {self.where}"
-        self.args = (self.what, self.where, self.fix)
+        self._put(self.what, f"{output}: {self.where}", self.fix)
 
 
 class FitError(MergeError):
@@ -180,7 +183,9 @@ def beyond_fp64(name: str, how: str = "large") -> TooLarge:
 
 def beyond_dtype(where: str) -> TooLarge:
     """Return the error for a number of a written adapter that its dtype does not hold."""
-    return TooLarge("a number is too large for the dtype of the output", where, "write --dtype fp32 or bf16")
+    return TooLarge(
+        "a number is too large for the dtype of the output", where, "write `--dtype fp32` or `--dtype bf16`"
+    )
 
 
 def not_finite(where: str) -> InputError:
@@ -199,7 +204,7 @@ class ResourceError(MergeError):
     exit_code = 5
 
 
-FAILED: Final = "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)"
+FAILED: Final = "use `--device cpu`; or start again, after a look at the driver's messages (nvidia-smi, dmesg)"
 """The advice after a device failed."""
 
 
@@ -250,7 +255,7 @@ SCARCE: Final = (
 """Kind and text of the errors by which Python, torch, C++ and the loader of libraries report too little memory."""
 
 
-DEVICE_FULL: Final = "end other programs that use the device, or use --device cpu"
+DEVICE_FULL: Final = "end other programs that use the device, or use `--device cpu`"
 """The advice for a device that is out of memory."""
 
 

@@ -217,7 +217,7 @@ def _job(base: str | Path, adapters: Any, output: str | Path | None, values: dic
     values["keep_precision"] = tuple(text(pattern, "--keep-precision") for pattern in texts)
     values["setting"] = _settings({} if values["setting"] is None else values["setting"])
     entries = dict(pairs(() if values["metadata"] is None else values["metadata"], "--metadata"))
-    values["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}")) for key, value in entries.items())
+    values["metadata"] = tuple((key, text(value, f"`--metadata {key[:80]}`")) for key, value in entries.items())
     if values["max_vram"] is not None:
         values["max_vram"] = parse_size(values["max_vram"], "--max-vram")
     if values["map"] is not None:
@@ -236,7 +236,7 @@ def _whose(value: Any) -> str:
     if isinstance(value, str) and value in TOKENIZERS:
         return value
     if not is_folder(path := expand(value)):
-        raise UsageError("there is no such folder", f"--tokenizer {shown(value, 200)}",
+        raise UsageError("there is no such folder", f"`--tokenizer {shown(value, 200)}`",
                          f"name a folder, or one of {' and '.join(TOKENIZERS)}")  # fmt: skip
     return str(path)
 
@@ -352,13 +352,13 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
         try:
             steps.pattern(part.removeprefix(REGEX))
         except Refused as e:
-            where = f"--strength-for {part[:80]}"
+            where = f"`--strength-for {part[:80]}`"
             raise UsageError(f"the regular expression is {e}", where, "correct the pattern") from e
     elif not any(p.fullmatch(part) for p in (BLOCK_NAMES, PART)) and not part.startswith(BLOCK_LIST):
         fix = "use a component such as unet or te, a block such as IN04 or double_blocks.0-9, or re:REGEX; "
-        fix += "lora-merge parts BASE lists those of a base"
+        fix += "`lora-merge parts BASE` lists those of a base"
         raise UsageError(f"no part is called {part[:80]!r}", "--strength-for", fix)
-    return part, factor(value, f"--strength-for {part}")
+    return part, factor(value, f"`--strength-for {part}`")
 
 
 @cache
@@ -382,7 +382,7 @@ def _settings(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[
             raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
         expected, fits = known[name]
         if not fits(value):
-            raise UsageError(f"{name} is not {expected}", f"--setting {name}={shown(value)}", f"use {expected}")
+            raise UsageError(f"{name} is not {expected}", f"`--setting {name}={shown(value)}`", f"use {expected}")
     return tuple(sorted(values.items()))
 
 

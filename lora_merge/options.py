@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
-from .errors import ResourceError, UsageError
+from .errors import UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
 from .text import HUGE, is_finite, shown
 
@@ -329,7 +329,7 @@ def _value(option: Option, value: Any) -> Any:
             raise unlike(value, option.flag, DEVICES)
         name = spelled(option, str(value))
         if not re.fullmatch(DEVICE, name):
-            raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
+            raise UsageError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
         return name
     if option.kind == "word":
         name = spelled(option, value) if isinstance(value, str) else ""
@@ -374,8 +374,14 @@ def spelled(option: Option, value: str) -> str:
 
 
 def alike(word: str, known: Iterable[str]) -> list[str]:
-    """Return the words with the digits of a misspelt one: fp61 may be meant as fp16, and fp64 may not."""
-    return [name for name in known if sorted(filter(str.isdigit, name)) == sorted(filter(str.isdigit, word))]
+    """Return the words with the digits of a misspelt one, or else the only one with its letters: fp61 may be meant as
+    fp16, and bf17 as bf16; fp64 may not."""
+    names = [*known]
+    digits, letters = (
+        [name for name in names if sorted(filter(kind, name)) == sorted(filter(kind, word))]
+        for kind in (str.isdigit, str.isalpha)
+    )
+    return digits or (letters if len(letters) == 1 else [])
 
 
 def dtype_name(value: object, option: Option) -> str:
@@ -385,6 +391,7 @@ def dtype_name(value: object, option: Option) -> str:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
         near = near or [word for word in QUANTISED.get(name, ()) if word in option.words]
         near = near or get_close_matches(name, alike(name, option.words), 1, 0.7)
+        near = near or [word for word in option.words if name.isdigit() and word in (f"fp{name}", f"bf{name}")]
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
         error = UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
         raise error.instead(str(value), *(near if len(near) == 1 else ()))

@@ -63,6 +63,15 @@ def typed(words: Iterable[str]) -> str:
     return join([*words])
 
 
+def words_of(command: str) -> list[str]:
+    """Return the words of a command that is `typed`."""
+    if WINDOWS:
+        return [quoted or word for quoted, word in re.findall(r'"([^"]*)"|(\S+)', command)]
+    from shlex import split
+
+    return split(command)
+
+
 def exists(path: str | Path) -> bool:
     """Return whether a path exists; False for a path that no file system allows."""
     return os.path.exists(path)  # noqa: PTH110  # a third of the calls, for thousands of jobs

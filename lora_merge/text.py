@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from math import isfinite
 from numbers import Real
-from typing import Any, Final, NewType
+from typing import TYPE_CHECKING, Any, Final, NewType
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Note = NewType("Note", str)
 """A remark for the user, no error: the text of a note or a warning in reports. The documentation has a line on each; a
@@ -225,6 +228,23 @@ def one_line(text: str) -> str:
     return text.translate(_ALL)
 
 
+CODE: Final = re.compile(r"(?<![^\s(…])`((?:--?[a-z]|lora-merge )(?:[^`]|`(?=[^\s,;.:)?…]))*)`(?![^\s,;.:)?…])")
+"""What can be typed, in a text as it is written: options with their values, or a command of ours, in backticks."""
+
+
+class Message(str):
+    """A text of an error, without the backticks around what can be typed; the text as it is `written` has them."""
+
+    written: str
+
+    def __new__(cls, text: str) -> Self:
+        """Return the text; a message as it is."""
+        written = getattr(text, "written", text)
+        message = super().__new__(cls, CODE.sub(r"\1", written))
+        message.written = written
+        return message
+
+
 class Lines(str):
     """Text of several lines, each of which is escaped: the line feeds between them are ours."""
 
@@ -232,6 +252,11 @@ class Lines(str):
     def of(cls, lines: Iterable[str]) -> Lines:
         """Return the lines, each escaped, joined by line feeds."""
         return cls("\n".join(map(one_line, lines)))
+
+    @property
+    def written(self) -> str:
+        """The text itself, as of a `Message`."""
+        return str(self)
 
 
 def escaped(text: str) -> str:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import pickle
 import unicodedata
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_merge.errors import UsageError
 from lora_merge.facts import percent, run_label, runs, share_of
 from lora_merge.report import moved, too_large
-from lora_merge.text import Shown, by_pattern, by_reason, counted, done_of, html_table, json_text, one_line, rate
+from lora_merge.text import (
+    CODE,
+    Lines,
+    Message,
+    Shown,
+    by_pattern,
+    by_reason,
+    counted,
+    done_of,
+    html_table,
+    json_text,
+    one_line,
+    rate,
+)
 from tests.kit.pairs import WHOLE
 
 NAMES = st.lists(
@@ -119,3 +134,20 @@ def test_objects_in_notebooks_show_no_hidden_character() -> None:
 
     for text in (repr(Named()), Named()._repr_html_(), html_table("".join(HIDDEN), [])):
         assert not {*HIDDEN} & {*text}
+
+
+def test_message_shows_its_code_without_backticks() -> None:
+    """Options and commands are code; other words in backticks are not, and a backtick inside a name is no end."""
+    message = Message("write `--dtype bf16`, or `-o 'a`b'` with `ray logs`: `lora-merge parts BASE`")
+    assert message == "write --dtype bf16, or -o 'a`b' with `ray logs`: lora-merge parts BASE"
+    assert CODE.findall(message.written) == ["--dtype bf16", "-o 'a`b'", "lora-merge parts BASE"]
+    assert Message(message).written == pickle.loads(pickle.dumps(message)).written == message.written
+    assert Lines.of(["`--json`"]) == "`--json`"
+
+
+def test_error_has_its_code_in_all_its_forms() -> None:
+    """Passed on, reworded, and from another process."""
+    error = UsageError("a", "`--dtype x`", "write `--dtype bf16`")
+    for same in (pickle.loads(pickle.dumps(error)), UsageError(error.what, error.where, error.fix), error.reword(str)):
+        assert (same.where, same.fix) == ("--dtype x", "write --dtype bf16")
+        assert same.fix.written == "write `--dtype bf16`"

@@ -383,6 +383,9 @@ def notes() -> set[str]:
 
 def cell(value: str) -> str:
     """Return text for a cell of a table."""
+    from lora_merge.text import Message
+
+    value = str(Message(value))
     for old, new in (("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_"), ("`", "'"), ("\n", " ")):
         value = value.replace(old, new)
     return value

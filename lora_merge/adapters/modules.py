@@ -53,8 +53,8 @@ MODEL_PREFIX: Final = "a model: "
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
 
 OF_MODELS: Final = (
-    "name a LoRA or another adapter; to merge one into this model: lora-merge {0} ADAPTER; to write the "
-    "difference of two models as an adapter: lora-merge extract BASE {0}"
+    "name a LoRA or another adapter; to merge one into this model: `lora-merge {0} ADAPTER`; to write the "
+    "difference of two models as an adapter: `lora-merge extract BASE {0}`"
 )
 """The advice on a model in the place of an adapter."""
 

@@ -86,7 +86,7 @@ LONGEST_VALUE: Final = 20_000  # characters of a value in Python's notation
 EMPTY_VALUES: Final = ("", "none", "null", "false", "[]", "{}", "set()")
 
 STATE_ALPHA: Final = (
-    "state what the training used: --setting lora_alpha={}, which is divided by the rank of each module"
+    "state what the training used: `--setting lora_alpha={}`, which is divided by the rank of each module"
 )
 REMOVE: Final = "merge with the program that wrote it; if it has no effect on the weights, remove that entry"
 

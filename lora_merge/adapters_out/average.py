@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
+from ..adapter_arguments import meant
 from ..adapter_options import KEEP
 from ..command import Request
 from ..errors import UsageError
@@ -21,7 +22,7 @@ from ..options import pairs
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from ..text import is_finite, plural, shown
+from ..text import is_finite, listed, plural, shown
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
@@ -84,7 +85,7 @@ def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
     if not is_finite(sigma) or not 0 < sigma <= WIDEST_SIGMA:
         raise UsageError(
-            "the width is out of range", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+            "the width is out of range", f"`--sigma-rel {shown(sigma)}`", "use a number above 0, up to 0.288"
         )
     low, high = 0.0, 1.0
     while _width(high) > sigma:
@@ -99,6 +100,8 @@ def _width(power: float) -> float:
     return float((power + 1) ** 0.5 / ((power + 2) * (power + 3) ** 0.5))
 
 
+NO_STRENGTHS: Final = "snapshots have weights, not strengths"
+
 MUSUBI: Final = "musubi_t"
 """The setting that counts the steps of a post-hoc EMA as musubi-tuner does."""
 
@@ -106,7 +109,7 @@ MOVING: Final = ("ema", "ema_to", "sigma_rel")
 """The options of a moving average, which give the weights."""
 
 
-def average_job(request: Request) -> AdapterJob:
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     """Return the job of `average`; UsageError for an option or a value that is wrong."""
     # Step 1: what this command alone has.
     stated, adapters, rows = request.stated, request.adapters, request.command.options
@@ -118,9 +121,15 @@ def average_job(request: Request) -> AdapterJob:
     if values["space"] not in SPACES:
         raise UsageError(f"there is no space {shown(values['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
     if not isinstance(values[MUSUBI], bool) or (values[MUSUBI] and values["sigma_rel"] is None):
-        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(values[MUSUBI])}",
-                         f"write --setting {MUSUBI}=true, with --sigma-rel")  # fmt: skip
+        where = f"`--setting {MUSUBI}={shown(values[MUSUBI])}`"
+        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", where,
+                         f"write `--setting {MUSUBI}=true`, with --sigma-rel")  # fmt: skip
     # Step 2: the weights become strengths.
+    meanings = [meant(a) if isinstance(a, str) else None for a in adapters]
+    strengths = stated.get("strengths", stated.get("strength"))
+    if any(meanings) or isinstance(strengths, list | tuple):
+        each = strengths or [a.strength if a else 1 for a in meanings]
+        raise UsageError(NO_STRENGTHS, listed(map(str, adapters)), f"write `--weights {','.join(map(str, each))}`")
     moving = {name: values[name] for name in (*MOVING, MUSUBI)}
     weights = average_weights(len(adapters), weights=values["weights"], **moving)
     refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]
@@ -162,7 +171,7 @@ def _weighted(adapter: Any, weight: float) -> Any:
     path, strength, *_ = vars(adapter).values() if isinstance(adapter, Adapter) else (
         adapter if is_pair(adapter) else (adapter, 1.0))  # fmt: skip
     if strength != 1:
-        raise UsageError("snapshots have weights, not strengths", str(path), "give --weights, one for each snapshot")
+        raise UsageError(NO_STRENGTHS, str(path), "give --weights, one for each snapshot")
     return replace(adapter, strength=weight) if isinstance(adapter, Adapter) else (path, weight)
 
 
@@ -176,7 +185,7 @@ def _expect_plain(job: AdapterJob, stated: Mapping[str, Any], setting: Mapping[s
                         (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
-                             f"leave it out, or average changes: --space {OF_CHANGES}")  # fmt: skip
+                             f"leave it out, or average changes: `--space {OF_CHANGES}`")  # fmt: skip
     if folder := next((a.path for a in job.adapters if is_folder(a.path)), None):
         raise UsageError("a folder keeps α in its configuration, which a file does not have", str(folder),
-                         f"average changes: --space {OF_CHANGES}")  # fmt: skip
+                         f"average changes: `--space {OF_CHANGES}`")  # fmt: skip

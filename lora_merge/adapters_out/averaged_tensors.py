@@ -43,7 +43,7 @@ from .sources import Sources, open_sources
 if TYPE_CHECKING:
     from .delta import AveragedMatrices
 
-NOT_ONE: Final = "average changes, for which they need not be alike: --space delta"
+NOT_ONE: Final = "average changes, for which they need not be alike: `--space delta`"
 
 
 def expect_alike(snapshots: Sequence[Index]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from ..adapter_options import KEEP
+from ..command import Request
 from ..disk.destination import check_output
 from ..errors import FitError
 from ..models.part_factors import or_leave_out
@@ -18,7 +19,7 @@ from .convert import grouped, planned_report, write
 from .dialects import Dialect, dialect
 from .form import Conversion, form_of_module
 from .groups import layers_of_weights
-from .job import AdapterJob
+from .job import AdapterJob, adapter_job
 from .pipeline import AdapterRun, output_dtype
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources, ruled
@@ -26,6 +27,11 @@ from .sources import Sources, chosen_of, open_sources, ruled
 TRAINED_APART: Final = (
     "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
 )
+
+
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
+    """Return the job of `combine` or `resize`; UsageError or FitError for an option or a value that is wrong."""
+    return adapter_job(request)
 
 
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
@@ -61,7 +67,7 @@ def _dialect(name: str, job: AdapterJob, sources: Sources) -> Dialect:
     to = dialect(name)
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
-                       str(job.adapters[0].path), "name the output's dialect, such as --format kohya")  # fmt: skip
+                       str(job.adapters[0].path), "name the output's dialect, such as `--format kohya`")  # fmt: skip
     known = sources.inputs.names.shapes if sources.inputs else {}
     head = next((t.key for t in sources.targets if known and t.key not in known), "")
     if to.folder and head:

@@ -13,24 +13,28 @@ from typing import Any
 
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
+from ..command import Request
 from ..disk.destination import check_output
 from ..disk.draft import Heap
 from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
+from ..errors import UsageError
 from ..files.folder_layouts import PEFT_PREFIX
 from ..matching.formula import ALPHA_SETTING
 from ..models.blocks import network_of
 from ..models.names import Names
+from ..options import pairs
+from ..paths import is_folder, names_folder, output_file
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import as_named, heads, in_memory, input_dialect, input_places, without_base
-from .dialects import DIALECTS, Dialect
+from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
 from .groups import Filled, components, filled, places, regrouped
-from .job import FACTORS, AdapterJob, algorithm_in, one_rank
+from .job import FACTORS, RANK_OPTIONS, AdapterJob, adapter_job, algorithm_in, algorithm_of, one_rank
 from .metadata import planned_size
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, drafted, expect_room, text_of, unread
@@ -48,9 +52,38 @@ from .pipeline import (
     planned,
 )
 from .proof import CombinationClaims, ConversionClaims, prove_combination, prove_conversion
-from .rank_rules import EXACT
+from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
+
+
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
+    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
+    stated, output, rows = request.stated, request.output, request.command.options
+    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANK_OPTIONS) if name in stated}
+    to = stated_dialect(form_options.get("to", KEEP), "--to")
+    algorithm = algorithm_of(request.command, form_options.get("algorithm", KEEP))
+    job = adapter_job(replace(request, options=stated))
+    ranks: dict[str, Any] = {option: form_options[option] for option in RANK_OPTIONS if option in form_options}
+    if ranks:
+        job = replace(job, rules=_stated_rules(ranks), ranked=True)
+    unnamed = output is None
+    if output is not None and (not is_folder(job.adapters[0].path) if to is OF_INPUT else not to.folder):
+        unnamed = names_folder(output)
+        job = job.changed(output=job.output / "named when it is opened" if unnamed else output_file(output))
+    changed = tuple((n, v) for n, v in form_options.items() if v != rows[n].default)
+    return replace(job, algorithm=algorithm, format=to.name, options=(*job.options, *changed), unnamed=unnamed)
+
+
+def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
+    """Return the rules that the options of `convert` state."""
+    if "rank" not in ranks:
+        raise UsageError("convert needs a rank for all layers", "--rank", "give --rank too, such as exact")
+    part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
+    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
+    if rules.has(NOISE):
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
+    return rules
 
 
 def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:

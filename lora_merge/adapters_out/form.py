@@ -33,7 +33,7 @@ from .sources import NOWHERE, Sources
 NOT_LOW_RANK: Final = "the result is no product of two small factors, so no LoRA stores it exactly"
 NO_FACTORS_OF_STACKS: Final = "the weights of stacked experts have no factors in these formats"
 
-FOR_KOHYA: Final = f"{GIVE_RANK} --to kohya"
+FOR_KOHYA: Final = f"{GIVE_RANK} `--to kohya`"
 
 MATRIX_ALGORITHMS: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
@@ -161,7 +161,7 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
     # Step 3: a change of a matrix.
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
         raise FitError(f"{to.name} cannot store whole matrices", place.name,
-                       "write --rank 32, or choose the format kohya or comfy")  # fmt: skip
+                       "write `--rank 32`, or choose the format kohya or comfy")  # fmt: skip
     matrix, name = place.view.matrix, place.name
     if job.command.combines:
         (first, *others) = module.parts  # the factors of one change in several weights have equal rows

@@ -23,7 +23,7 @@ from ..options import MEANT, OPTIONS, dtype_name, pairs, without_part
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
-from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
+from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules
 
 if TYPE_CHECKING:
     from ..planning.checkpoint_cache import CheckpointCache
@@ -35,9 +35,9 @@ FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
 
-IN_FULL: Final = "store whole matrices: --algorithm full"
-GIVE_RANK: Final = f"write --rank 32 or --rank energy:0.99, or {IN_FULL}"
-GIVE_BASE: Final = "give the base model of the training: --base MODEL"
+IN_FULL: Final = "store whole matrices: `--algorithm full`"
+GIVE_RANK: Final = f"write `--rank 32` or `--rank energy:0.99`, or {IN_FULL}"
+GIVE_BASE: Final = "give the base model of the training: `--base MODEL`"
 
 
 def algorithm_in(algorithm: str, to: Dialect) -> str:
@@ -191,7 +191,7 @@ def adapter_job(request: Request) -> AdapterJob:
     rules = RankRules.of(rule, values.get("conv_rank"), values.get("max_rank"),
                          pairs(values.get("rank_for", ()), "--rank-for"))  # fmt: skip
     if rules.has(NOISE) and command.inputs != "checkpoints":
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
@@ -206,10 +206,10 @@ def adapter_job(request: Request) -> AdapterJob:
         raise UsageError(f"{command.name} takes one adapter", plural(len(job.adapters), "adapter"),
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
     numbers = numbers_of(method, values, [a.strength for a in job.adapters])
-    algorithm = _algorithm(command, values.get("algorithm", FACTORS))
+    algorithm = algorithm_of(command, values.get("algorithm", FACTORS))
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
         what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
-        raise FitError(what, f"--method {method}", GIVE_RANK)
+        raise FitError(what, f"`--method {method}`", GIVE_RANK)
     return AdapterJob(
         command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
         method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
@@ -218,7 +218,7 @@ def adapter_job(request: Request) -> AdapterJob:
     )  # fmt: skip
 
 
-def _algorithm(command: Command, value: Any) -> str:
+def algorithm_of(command: Command, value: Any) -> str:
     """Return how layers are stored; UsageError for a way that the command lacks."""
     known = [*STORED_AS, *([LOKR.name] if command.inputs == "checkpoints" else [])]
     if "algorithm" in command.options:
@@ -249,7 +249,7 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
-        raise UsageError("adapters are not quantised", f"--dtype {shown(dtype)}", "write --dtype bf16")
+        raise UsageError("adapters are not quantised", f"`--dtype {shown(dtype)}`", "write `--dtype bf16`")
     stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
     if "compute_dtype" in stated:
         stated["compute_dtype"] = _computed(stated["compute_dtype"])
@@ -262,80 +262,6 @@ def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ..
     always = {name: row.default for name, row in rows.items() if row.recorded == "always" and name not in OF_MERGE}
     every = {**always, **values}
     return tuple((n, v) for n, v in sorted(every.items()) if n in always or v != rows[n].default)
-
-
-def conversion_job(request: Request) -> AdapterJob:
-    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
-    stated, output, rows = request.stated, request.output, request.command.options
-    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANK_OPTIONS) if name in stated}
-    to = stated_dialect(form_options.get("to", KEEP), "--to")
-    algorithm = _algorithm(request.command, form_options.get("algorithm", KEEP))
-    job = adapter_job(replace(request, options=stated))
-    ranks: dict[str, Any] = {option: form_options[option] for option in RANK_OPTIONS if option in form_options}
-    if ranks:
-        job = replace(job, rules=_stated_rules(ranks), ranked=True)
-    unnamed = output is None
-    if output is not None and (not is_folder(job.adapters[0].path) if to is OF_INPUT else not to.folder):
-        unnamed = names_folder(output)
-        job = job.changed(output=job.output / "named when it is opened" if unnamed else output_file(output))
-    changed = tuple((n, v) for n, v in form_options.items() if v != rows[n].default)
-    return replace(job, algorithm=algorithm, format=to.name, options=(*job.options, *changed), unnamed=unnamed)
-
-
-def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
-    """Return the rules that the options of `convert` state."""
-    if "rank" not in ranks:
-        raise UsageError("convert needs a rank for all layers", "--rank", "give --rank too, such as exact")
-    part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
-    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
-    if rules.has(NOISE):
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
-    return rules
-
-
-def extraction_job(request: Request) -> AdapterJob:
-    """Return the job of `extract` of one adapter, the tuned checkpoint; UsageError for an option or a value that is
-    wrong."""
-    if request.base is None:
-        raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
-    stated, output, rows = request.stated, request.output, request.command.options
-    of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
-    name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
-    to = None if str(name).lower() == AUTO_FORMAT else stated_dialect(name, "--format")
-    if to is not None and not to.any_model:
-        known = ", ".join(row.name for row in DIALECTS.values() if row.any_model)
-        raise UsageError(f"{shown(name)!r} is no format of a difference", "--format", f"use one of {known}")
-    if others not in OTHERS:
-        raise UsageError(f"biases and norms cannot be treated as {shown(others)!r}", "--others",
-                         f"use one of {', '.join(OTHERS)}")  # fmt: skip
-    if not isinstance(factor, int) or not (factor == -1 or factor > 0):
-        raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
-    job = adapter_job(replace(request, options=stated))
-    if job.rules.has(SAME):
-        raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
-    changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
-    name = to.name if to else AUTO_FORMAT
-    job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)
-    if output is None:
-        return job.changed(output=job.output.parent / _difference_name(job, to))
-    return job if to is None else extraction_named(job, to, output)
-
-
-def extraction_named(job: AdapterJob, to: Dialect, output: str | Path) -> AdapterJob:
-    """Return the extraction in a dialect, with the output that the user names for it: in a folder, a file has the
-    default name."""
-    job = replace(job, format=to.name)
-    if to.folder:
-        return job
-    inside = names_folder(output)
-    return job.changed(output=job.output / _difference_name(job, to) if inside else output_file(output))
-
-
-def _difference_name(job: AdapterJob, to: Dialect | None) -> str:
-    """Return the default name of an extracted adapter."""
-    pair = (job.adapters[0].path, job.base or Path())
-    name = "-minus-".join(p.name if is_folder(p) else p.stem for p in pair)
-    return name if to and to.folder else f"{name}{FILE}"
 
 
 def one_rank(job: AdapterJob, to: Dialect) -> Dialect:

@@ -324,7 +324,8 @@ class Converter:
             alpha = entries if moved else None
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} cannot store a strength", place.name,
-                           "store whole matrices: --algorithm full, or give --algorithm lora --rank 32")  # fmt: skip
+                           "store whole matrices: `--algorithm full`, or give `--algorithm lora --rank 32`"
+                           )  # fmt: skip
         if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
@@ -574,7 +575,7 @@ class WeightChanges:
         self.job, self.sources, self.reader = job, sources, reader
         self._single = job.compute_dtype == "fp32"
         self._evaluators = PerThread(self.evaluator)
-        self.combining = Combination(COMBINATIONS[job.method], job.numbers, sources.adapters)
+        self.combination = Combination(COMBINATIONS[job.method], job.numbers, sources.adapters)
         self.notes: dict[Note, None] = {}
 
     def evaluator(self) -> Evaluator:
@@ -596,7 +597,7 @@ class WeightChanges:
         changes = [c for c in evaluator.changes(target) if c.strength]
         evaluator.forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
-        seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
+        seeds = [self.combination.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
         if target.vector and COMBINATIONS[self.job.method].directions:
             self.notes[Note(f"{self.job.method}: {ADDED_VECTORS}")] = None
         if not changes:

@@ -278,7 +278,7 @@ class Expectation:
     sources: Sources
 
     @cached_property
-    def combining(self) -> Combination | None:
+    def combination(self) -> Combination | None:
         """The method that combines changes; None for one that adds them."""
         job = self.job
         return None if job.method in ADDING else Combination(METHODS[job.method], job.numbers, self.sources.adapters)
@@ -288,20 +288,20 @@ class Expectation:
 
         Methods that choose entries choose others where changes are computed in fp32.
         """
-        if whole.values or self.combining is None:
+        if whole.values or self.combination is None:
             return not whole.values
         fits = self.nbytes(whole) <= self.job.inputs.max_memory // 2
         return fits and not _is_column(whole) and self.job.compute_dtype != "fp32"
 
     def nbytes(self, whole: Target) -> int:
         """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
-        return 8 * (4 if self.combining is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
+        return 8 * (4 if self.combination is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
 
     def squares(self, whole: Target, part: Target, again: Recomputation, stored: Changes | None) -> Squares | None:
         """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
-        if self.combining is None:
+        if self.combination is None:
             return _of_sum(self.job, whole, part, again, stored)
-        return _of_method(self.combining, whole, part, again, stored)
+        return _of_method(self.combination, whole, part, again, stored)
 
 
 def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:

@@ -230,16 +230,18 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
         known = [layer["rank_for_energy"][share] for layer in cut]
         complete = all("rank_for_energy" in layer for layer in layers if layer["energy"] < better)
         ranks = [min(known), max(known)] if known and complete and None not in known and not nearest else None
-        needs = f"{percent(better):g} % needs {_rank_words(ranks)}"
+        least = max([0, *filter(None, known), *(layer["rank"] + 1 for layer in layers if layer["energy"] < better)])
+        needs = f"{percent(better):g} % needs {_rank_words(ranks, 0 if nearest else least)}"
         where = f"as {job.algorithm}" if nearest else f"at {_ranks(vars(report)).partition(' (')[0]}"
     gone = f"{lost(report.energy)} of the change"
     warning = Note(f"{gone} is lost {where}; {needs}: {fix}") if fix else Note(f"{gone} is lost {where}")
     return {"target": better, "ranks": ranks, "fix": fix, "warning": warning}
 
 
-def _rank_words(ranks: Sequence[int] | None) -> str:
+def _rank_words(ranks: Sequence[int] | None, least: int) -> str:
+    """Return the ranks of layers that keep a share of the change. `least`: what is known if they are not."""
     if ranks is None:
-        return "higher ranks"
+        return f"rank {least} or more" if least else "higher ranks"
     return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"ranks {ranks[0]} to {ranks[1]}, depending on the layer"
 
 

@@ -254,7 +254,7 @@ def _joined_target(
             raise UsageError(f"ΔW of {patch.algorithm if patch.magnitude is None else 'DoRA'} depends on the base",
                              f"{context.adapter.path}: {module.where}", GIVE_BASE)  # fmt: skip
         if refs[number].parts:
-            raise UsageError("parts of a model are known from its base", f"--strength-for {refs[number].parts[0][0]}",
+            raise UsageError("parts of a model are known from its base", f"`--strength-for {refs[number].parts[0][0]}`",
                              GIVE_BASE)  # fmt: skip
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
         module_notes += [(module.where, text) for text in remarks]

@@ -17,7 +17,7 @@ from ..command import Command
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
-from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
+from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_room
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..files.checkpoint import configuration
 from ..job import Adapter, Job
@@ -366,12 +366,12 @@ class _Surveyor:
 
     def _planned(self, command: Command, job: Job) -> _Outline | MergeError:
         try:
+            window_room(job, self.workers)
             plan = command.plan(replace(job, max_memory=job.max_memory // self.workers), self.opened)
             unshared = unshared_bytes(plan) if file_system(plan.base.path) in CLONES else plan.size
-            window_bytes(plan)
         except ResourceError as e:
             share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""
-            return ResourceError(e.what, e.where + share, e.fix)
+            return ResourceError(e.what, e.where.written + share, e.fix)
         except MergeError as e:
             return e
         return _Outline(

@@ -80,10 +80,10 @@ def _check_ray() -> None:
     try:
         import ray
     except ImportError as e:
-        raise UsageError("Ray is not installed", "--executor ray", INSTALL_RAY) from e
+        raise UsageError("Ray is not installed", "`--executor ray`", INSTALL_RAY) from e
     version = getattr(ray, "__version__", "0")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < RAY:
-        raise UsageError(f"Ray {version} is too old: its clusters accept connections from anyone", "--executor ray",
+        raise UsageError(f"Ray {version} is too old: its clusters accept connections from anyone", "`--executor ray`",
                          INSTALL_RAY)  # fmt: skip
 
 

@@ -215,7 +215,7 @@ class _Loader:
         try:
             file = JobsFile.model_validate(self.value)
         except ValidationError as e:
-            self.mistakes.update(dict.fromkeys(problems(e)))
+            self.mistakes.update(dict.fromkeys(problems(e, self.value)))
         else:
             return file.defaults, list(enumerate(file.jobs))
         top = self.value if isinstance(self.value, dict) else {}
@@ -263,7 +263,7 @@ class _Loader:
         except NoSuchName as e:
             self._note(place, str(e))
         except MergeError as e:
-            self._note(place, in_jobs_file(f"{e.what} ({e.where}); {e.fix}"))
+            self._note(place, in_jobs_file(f"{e.what.written} ({e.where.written}); {e.fix.written}"))
 
     def _axes(self, place: Place, entry: JobEntry) -> dict[str, list[str]]:
         """Return every name of the matrix with its values, as they are written in the file."""

@@ -82,7 +82,7 @@ def _connect(ray: Any, address: str | None, **more: Any) -> None:
             socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for minutes
         ray.init(address=address, log_to_driver=False, logging_level="error", **more)
     except (ConnectionError, OSError, RuntimeError, ValueError) as e:
-        raise ResourceError(f"no Ray cluster answers: {str(e).splitlines()[0]}", f"--ray-address {address}",
+        raise ResourceError(f"no Ray cluster answers: {str(e).splitlines()[0]}", f"`--ray-address {address}`",
                             "start one with `ray start --head`, or leave the address out") from e  # fmt: skip
 
 

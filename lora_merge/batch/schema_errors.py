@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..files.yaml_source import Place
 from ..job import MOST_ADAPTERS
 from ..options import alike
+from ..paths import split_strength
 from ..text import Lines
 from .schema import LONGEST_PATH, AdapterEntry, Glob, JobDefaults, JobEntry, JobsFile
 
@@ -79,9 +80,9 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         what = "a mergekit configuration, which merges checkpoints, not a jobs file"
         return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
-    fix = f"correct {'them' if count > 1 else 'it'}; lora-merge schema jobs prints what is allowed"
+    fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` prints what is allowed"
     if not isinstance(value, Mapping):
-        fix = "lora-merge batch --init OTHER.yaml writes a first one"
+        fix = "`lora-merge batch --init OTHER.yaml` writes a first one"
     elif "jobs" not in fields and JobEntry.model_fields.keys() & fields:
         fix = f"the fields of a job belong below jobs: {SHAPE}"
     elif count == 1 and (head := lines[0].rpartition("; "))[2].startswith(
@@ -94,8 +95,8 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
 MOST_SUGGESTED: Final = 200  # mistakes that come with the nearest right name
 
 
-def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
-    """Return where each mistake is, and what it is in one sentence, with the nearest right name.
+def problems(error: ValidationError, file: Any) -> Iterator[tuple[Place, str]]:
+    """Return where each mistake in a file is, and what it is in one sentence, with the nearest right name.
 
     A required field that has another name in the file is no second mistake.
     """
@@ -113,7 +114,8 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
             if kind == "extra_forbidden":
                 yield place[:-1], _pair(place, e["input"])
         elif kind == "extra_forbidden":
-            yield place, _unknown_field(place, e["input"], suggest=n < MOST_SUGGESTED)
+            adapter = _adapter(file, place)
+            yield place, _unknown_field(place, e["input"], adapter, suggest=n < MOST_SUGGESTED)
         elif kind == "missing":
             if place not in renamed:
                 yield place, f"this field is required{f'; {how}' if (how := REQUIRED.get(str(place[-1]))) else ''}"
@@ -145,15 +147,29 @@ def _as_table(place: Place, value: Any) -> str:
     return f"{sentence}; write {name}: {rest.strip()}" if rest and name in model.model_fields else sentence
 
 
-def _unknown_field(place: Place, value: Any, *, suggest: bool) -> str:
-    """Return the sentence for a field that no model has, with the right name or place."""
+def _adapter(file: Any, place: Place) -> str:
+    """Return the first adapter of the job of a field, or of the first job, as it is written without its strength."""
+    table = {"defaults": {}, "jobs": [], **(file if isinstance(file, dict) else {})}
+    jobs = table["jobs"] if isinstance(table["jobs"], list) else []
+    own = jobs[place[1] : place[1] + 1] if len(place) > 1 and isinstance(place[1], int) else jobs[:1]
+    for entry in (*own, table["defaults"]):
+        adapters = entry.get("adapters") if isinstance(entry, dict) else None
+        if isinstance(adapters, list) and adapters and isinstance(adapters[0], str):
+            return split_strength(adapters[0])[0]
+    return "style.safetensors"
+
+
+def _unknown_field(place: Place, value: Any, adapter: str, *, suggest: bool) -> str:
+    """Return the sentence for a field that no model has, with the right name or place. `adapter`: one of the job's."""
     model, word = _model(place), str(place[-1])
     sentence = f"no field is called {word!r}"
     if model in (JobEntry, JobDefaults) and word in STRENGTH_WORDS:
         strength = str(value) if re.fullmatch(NUMBER, str(value)) else "0.8"
-        return f"{sentence}; write it after the adapter: style.safetensors:{strength}"
+        return f"{sentence}; write it after the adapter: {adapter}:{strength}"
     if right := _right_name(place):
         return f"{sentence}; did you mean {right}?"
+    if model is JobsFile and word in JobEntry.model_fields:
+        return f"{word} is a field of a job; write it in each job below jobs"
     return sentence + (nearest(word, model.model_fields) if suggest else "")
 
 

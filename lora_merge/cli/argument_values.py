@@ -83,7 +83,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     fix = "write the strength after the file name: ADAPTER:0.8"
     if strengths:
         many = len(strengths) + len(numbers) == len(paths)
-        fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
+        fix = f"write `-s {','.join([*strengths, *numbers])}`" if many else "give one strength for each adapter"
     elif len(paths) == len(numbers):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
     raise UsageError("a number is not an adapter", " ".join(values), fix)
@@ -94,12 +94,12 @@ def check_last(words: Sequence[str]) -> None:
     last = words[-1] if words else ""
     if len(words) < 2 or split(last) is not None or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
-    from ..files.file_signatures import missing
+    from ..planning.checkpoint_cache import missing_input
 
-    error = missing(expand(last))
+    error = missing_input(expand(last), adapter=True)
     if not error.fix.startswith("did you mean"):
         raise InputError(
-            "file not found", error.where, f"if it is the output, write -o {typed([last])}; else {error.fix}"
+            "file not found", error.where, f"if it is the output, write `-o {typed([last])}`; else {error.fix.written}"
         )
 
 
@@ -147,7 +147,7 @@ def named_base(text: str) -> str:
     address = split(text)
     path, strength = ("", None) if address is not None else split_strength(text)
     if (address and address[1]) or (strength is not None and not exists(text) and exists(completed(path))):
-        raise UsageError(STRENGTH_AFTER_BASE, text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+        raise UsageError(STRENGTH_AFTER_BASE, text[:200], "name the base first: `lora-merge BASE ADAPTER:0.8`")
     return completed(text)
 
 
@@ -227,7 +227,7 @@ def named_parts(
         place = int(numbered[1]) - 1
         if not 0 <= place < len(named):
             fix = f"give a number from 1 to {len(named)}" if len(named) > 1 else "give 1: there is one adapter"
-            raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
+            raise UsageError(f"there is no adapter {numbered[1]}", f"`--strength-for {text[:80]}`", fix)
         old = named[place]
         named[place] = old._replace(parts=(*old.parts, *_parts(text[numbered.end() :])))
     return named, common
@@ -238,8 +238,8 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
     name, colon, part = text.partition(":")
     for n, path in enumerate(adapters, 1):
         if colon and name in (str(path), path.name, path.stem):
-            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength after the file name: {path}:{part}"
-            raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
+            fix = f"`--strength-for {n}:{part}`" if "=" in part else f"the strength after the file name: {path}:{part}"
+            raise UsageError("an adapter has its number here", f"`--strength-for {text[:80]}`", f"write {fix}")
 
 
 def strengths(texts: Sequence[str], adapters: Sequence[str]) -> list[float] | None:
@@ -252,11 +252,11 @@ def strengths(texts: Sequence[str], adapters: Sequence[str]) -> list[float] | No
     if numbers and len(numbers) != len(adapters):
         if len(texts) == len(adapters) and all(map(right_form, texts)):  # -s 0,8
             fix = " ".join(f"-s {right_form(text)}" for text in texts)
-            raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: {fix}")
+            raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: `{fix}`")
         each = " ".join(f"-s {numbers[min(n, len(numbers) - 1)]:g}" for n in range(len(adapters)))
         few = f"{len(numbers)} strength{'s' * (len(numbers) > 1)} for {plural(len(adapters), 'adapter')}"
         behind = typed([f"{path}:{numbers[min(n, len(numbers) - 1)]:g}" for n, path in enumerate(adapters)])
-        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write {behind}")
+        raise UsageError(few, "--strength", f"give one for each, in order: `{each}`; or write {behind}")
     return numbers or None
 
 
@@ -265,7 +265,9 @@ def _strength(text: str) -> float:
         return number(text)
     except ValueError:
         if value := right_form(text):
-            raise UsageError(f"strength {text[:40]!r} in another spelling", "--strength", f"write -s {value}") from None
+            raise UsageError(
+                f"strength {text[:40]!r} in another spelling", "--strength", f"write `-s {value}`"
+            ) from None
         return factor(text, "--strength")  # raises UsageError: not a number
 
 

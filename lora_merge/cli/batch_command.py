@@ -96,14 +96,14 @@ def batch(
         _write_first(jobs or "jobs.yaml")
         return
     if jobs is None:
-        fix = "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one"
+        fix = "`lora-merge batch JOBS.yaml`; `lora-merge batch --init` writes a first one"
         raise UsageError("no jobs file was given", "lora-merge batch", fix)
     from .stdio import ReportFile
 
     pictures = PageFiles(html, None, quiet=quiet, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
         raise UsageError(
-            "this is a model, not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8"
+            "this is a model, not a jobs file", jobs, "one merge needs no file: `lora-merge BASE ADAPTER:0.8`"
         )
     number = None if workers is None else whole_number(workers, "--workers")
     with watching(quiet=quiet, doing="planning the jobs"):  # from here on, as the imports take a second
@@ -140,7 +140,7 @@ def _write_first(name: str) -> None:
 
     path = expand(name)
     if os.path.lexists(path):
-        raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml")
+        raise UsageError("the file exists", str(path), "name another: `lora-merge batch --init OTHER.yaml`")
     put_file(path, FIRST_FILE.format(name=name).encode(), overwrite=False)
     echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 

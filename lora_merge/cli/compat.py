@@ -13,7 +13,7 @@ from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..command import MERGE, Command
 from ..errors import UsageError
-from ..paths import ENDINGS, WINDOWS, exists, split_strength, typed, with_found_ending
+from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
 from ..recipes.commands import COMMANDS
 from .corrected_line import flags, line
 
@@ -91,13 +91,15 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
         return
     near = get_close_matches(word, commands, 1, 0.7) or [FOREIGN_COMMANDS[w] for w in (word,) if w in FOREIGN_COMMANDS]
     near = near or [name for name in commands if len(word) > 2 and name.startswith(word)]
-    stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
-    files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
+    from ..planning.checkpoint_cache import missing_input
+
+    files = [Path(path).name for path in missing_input(expand(word), adapter=False).suggestion[1:]]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
     if near or files:
         suggestions = [f"lora-merge {command} … ({_first_letter_small(commands[command])})" for command in near]
         fix = "did you mean " + " or ".join([*suggestions, *files]) + "?"
-    raise UsageError("there is neither such a command nor such a file", word, fix)
+    error = UsageError("there is neither such a command nor such a file", word, fix)
+    raise error if near else error.instead(word, *files)
 
 
 def _first_letter_small(text: str) -> str:
@@ -125,27 +127,27 @@ def _check_drive(path: str) -> None:
 def checked_output(output: str | None) -> str | None:
     """Return the output; UsageError for "-", the output of other programs."""
     if output == "-":
-        raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
+        raise UsageError("the output is a file, not a stream", "-o -", "name it: `-o merged.safetensors`")
     _check_drive(output or "")
     return output
 
 
 _BASE: Final = "the base is the first word"
-ADAPTER_ORDER: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
-_STRENGTH: Final = "write the strength after the file name: ADAPTER:0.8; or give -s 0.8 for each adapter"
-_OUTPUT: Final = "use -o FILE"
-_DTYPE: Final = "use --dtype fp16, bf16 or fp32"
-_PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
+ADAPTER_ORDER: Final = "adapters follow the base: `lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5`"
+_STRENGTH: Final = "write the strength after the file name: ADAPTER:0.8; or give `-s 0.8` for each adapter"
+_OUTPUT: Final = "use `-o FILE`"
+_DTYPE: Final = "use `--dtype fp16`, bf16 or fp32"
+_PART: Final = "use --strength-for, such as `--strength-for te=0`; `lora-merge parts BASE` lists the parts"
 _NEEDLESS: Final = "leave it out: it is not needed here"
 _IDLE: Final = "leave it out: sums are exact, shards are those of the base, --device names the device"
-_RANK: Final = "use --rank N, or a rule such as --rank energy:0.9"
-_RULE: Final = "use a rule such as --rank fro:0.9"
-_SHARE: Final = "use --rank with the share in its rule, such as --rank fro:0.9"
-_BEFORE: Final = "the model before the training comes first: lora-merge extract BASE TUNED"
-_AFTER: Final = "the model after the training comes second: lora-merge extract BASE TUNED"
-_QUIET: Final = "use -q"
-_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank 16"
-_LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
+_RANK: Final = "use `--rank N`, or a rule such as `--rank energy:0.9`"
+_RULE: Final = "use a rule such as `--rank fro:0.9`"
+_SHARE: Final = "use --rank with the share in its rule, such as `--rank fro:0.9`"
+_BEFORE: Final = "the model before the training comes first: `lora-merge extract BASE TUNED`"
+_AFTER: Final = "the model after the training comes second: `lora-merge extract BASE TUNED`"
+_QUIET: Final = "use `-q`"
+_SAME_RANK: Final = "the rank is that of the adapter; another one: `lora-merge resize ADAPTER --rank 16`"
+_LBW: Final = "use `--strength-for lbw=1,0,0,…` with a number for each block; `lora-merge parts BASE` lists them"
 
 FOREIGN_FACTORS: Final = {
     **dict.fromkeys(("--te-strength", "--text-encoder-strength", "--strength-clip"), "te={}"),
@@ -162,7 +164,7 @@ ONLY: Final = {"unet": "te=0", "model": "te=0", "te": "unet=0", "clip": "unet=0"
 NEEDLESS: Final = (
     "--concat", "--shuffle", "--trust-remote-code", "--copy-tokenizer", "--lazy-unpickle", "--allow-crimes", "--v2",
     "--safe-serialization", "--merge-and-unload", "--low-cpu-memory", "--is-v2", "--v-parameterization", "--sdxl",
-    "--is-sdxl", "--flux",
+    "--is-sdxl", "--flux", "--use-safetensors",
 )  # fmt: skip
 """Options of other programs that have no value and nothing to do here."""
 
@@ -223,33 +225,36 @@ FOREIGN_OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
             _OUTPUT,
         ),
         **dict.fromkeys(("--lora-weight", "--lora-weights", "--lora-strength"), _STRENGTH),
-        **dict.fromkeys(("--precision", "--save-precision", "--type"), _DTYPE),
+        **dict.fromkeys(("--precision", "--save-precision", "--save-dtype", "--type"), _DTYPE),
         **dict.fromkeys(("--out-dtype", "--outtype", "--out-type", "--output-dtype", "--torch-dtype"), _DTYPE),
         **dict.fromkeys(("--rank", "--new-rank", "--dim", "-r"), _RANK),
         **dict.fromkeys(("--lora-rank", "--lora-r", "--lora-dim", "--network-dim", "--network-rank"), _RANK),
+        **dict.fromkeys(
+            ("--lora-alpha", "--network-alpha"), "use `--setting lora_alpha=16`, the alpha of the training"
+        ),
         "--dynamic-method": _RULE,
         "--dynamic-param": _SHARE,
         "--model-org": _BEFORE,
         "--model-tuned": _AFTER,
-        **dict.fromkeys(("--fp16", "--float16", "--half"), "use --dtype fp16"),
-        "--fp8": "use --dtype fp8_scaled",
-        **dict.fromkeys(("--bf16", "--bfloat16"), "use --dtype bf16"),
-        **dict.fromkeys(("--fp32", "--float32"), "use --dtype fp32"),
-        **{"--load-in-4bit": "use --dtype nf4", "--load-in-8bit": "use --dtype int8"},
+        **dict.fromkeys(("--fp16", "--float16", "--half"), "use `--dtype fp16`"),
+        "--fp8": "use `--dtype fp8_scaled`",
+        **dict.fromkeys(("--bf16", "--bfloat16"), "use `--dtype bf16`"),
+        **dict.fromkeys(("--fp32", "--float32"), "use `--dtype fp32`"),
+        **{"--load-in-4bit": "use `--dtype nf4`", "--load-in-8bit": "use `--dtype int8`"},
         "--push-to-hub": "leave it out, and then: hf upload OWNER/NAME FOLDER",
         **dict.fromkeys(("--max-shard-size", "--out-shard-size", "--device-map"), _IDLE),
         **dict.fromkeys(NEEDLESS, _NEEDLESS),
         **dict.fromkeys(("--silent", "--no-progress"), _QUIET),
-        **dict.fromkeys(("--skip-verify", "--no-check", "--no-verification"), "use --no-verify"),
+        **dict.fromkeys(("--skip-verify", "--no-check", "--no-verification"), "use `--no-verify`"),
         **dict.fromkeys(("--threads", "--num-threads"), "leave it out: all cores are used"),
         "--no-overwrite": "leave it out: nothing is overwritten without --overwrite",
-        "--no-te": "use --strength-for te=0",
-        "--combination-type": "use --method, such as --method ties",
-        "--config": "several merges go into a jobs file: lora-merge batch JOBS.yaml",
-        **dict.fromkeys(("--parallel", "--jobs", "-j"), "use --workers N"),
-        **{"--cuda": "use --device cuda", "--gpu": "use --device cuda", "--cpu": "use --device cpu"},
-        **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
-        **dict.fromkeys(("-n", "--plan", "--simulate"), "use --dry-run"),
+        "--no-te": "use `--strength-for te=0`",
+        "--combination-type": "use --method, such as `--method ties`",
+        "--config": "several merges go into a jobs file: `lora-merge batch JOBS.yaml`",
+        **dict.fromkeys(("--parallel", "--jobs", "-j"), "use `--workers N`"),
+        **{"--cuda": "use `--device cuda`", "--gpu": "use `--device cuda`", "--cpu": "use `--device cpu`"},
+        **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use `--overwrite`"),
+        **dict.fromkeys(("-n", "--plan", "--simulate"), "use `--dry-run`"),
         **{name: _LBW if text.startswith("lbw") else _PART for name, text in FOREIGN_FACTORS.items()},
     }
 )
@@ -281,6 +286,10 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
     parameters = [*parameters]
     known = flags(parameters)
     check_dashes(args, known)
+    for flag, part, value in zip(args, args[1:], args[2:], strict=False):
+        if flag == "--strength-for" and "=" not in part and right_form(value) and not exists(value):
+            raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`",
+                             f"write `{flag} {part}={right_form(value)}`")  # fmt: skip
     typed, args = args, [_hyphened(arg) for arg in args]
     names = {arg.partition("=")[0]: word.partition("=")[0] for arg, word in zip(args, typed, strict=True)}
     row = COMMANDS.get(command)
@@ -291,7 +300,7 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
         advice = {name: text for name in unknown if (text := advice_on(name, known))}
         usage = _usage(command, parameters)
         advices = [usage if text in (_BASE, ADAPTER_ORDER, _BEFORE, _AFTER) else text for text in advice.values()]
-        fix = f"write {right}" if right else "; ".join(dict.fromkeys(advices)) or f"see lora-merge help {command}"
+        fix = f"write {right}" if right else "; ".join(dict.fromkeys(advices)) or f"see `lora-merge help {command}`"
         words = " nor ".join(names[name] for name in unknown)
         raise UsageError(f"there is no option {words} here", " ".join(typed)[:200], fix)
 
@@ -304,7 +313,7 @@ def advice_on(name: str, known: Iterable[str]) -> str:
 
 def advice_fits(advice: str, known: Iterable[str]) -> bool:
     """Return whether a command has the options that an advice names, but for those of a whole command in it."""
-    return {*known} >= {*re.findall(_FLAG, advice.partition("lora-merge ")[0])}
+    return {*known} >= {*re.findall(_FLAG, advice.partition("`lora-merge ")[0])}
 
 
 def _usage(command: str, parameters: Iterable[Any]) -> str:
@@ -312,7 +321,7 @@ def _usage(command: str, parameters: Iterable[Any]) -> str:
     if command == MERGE:
         return f"{_BASE}; {ADAPTER_ORDER}"
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
-    return f"files go after the command: lora-merge {' '.join((command, *files))}"
+    return f"files go after the command: `lora-merge {' '.join((command, *files))}`"
 
 
 def _hyphened(arg: str) -> str:
@@ -390,8 +399,9 @@ def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[st
         return "plain" if known[word] else "value", [word]
     if meant in _ROLES or word in FOREIGN_FACTORS:
         return _ROLES.get(meant, word), []
-    if word in NEEDLESS or (meant.startswith("use -") and "," not in meant and advice_fits(meant, known)):
-        return "plain", [] if word in NEEDLESS else meant.split()[1:]
+    alone = re.fullmatch("use `(.*)`", meant)
+    if word in NEEDLESS or (alone and advice_fits(meant, known)):
+        return "plain", alone[1].split() if alone else []
     if word.startswith("-"):
         return "", []
     if role in FOREIGN_FACTORS:

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from ..command import MERGE
 from ..errors import AdapterAsBase, MergeError
-from ..paths import exists, expand, split_strength, typed, with_found_ending
+from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
+from ..text import CODE, Lines, Message
 from .terminal import without_global_options
 
 LONGEST_LINE: Final = 400
@@ -20,8 +21,8 @@ LONGEST_LINE: Final = 400
 STRENGTH_AFTER_BASE: Final = "a strength after the base"
 """The mistake of a line whose first word is an adapter with its strength, or a base with one."""
 
-WITH_PLACE: Final = r"lora-merge [^;]*\b(?:BASE|ADAPTER)\b"
-"""A command with a place for a file."""
+PLACE: Final = re.compile(r"\b(?:BASE|ADAPTER)\b")
+"""The place for a file in a command."""
 
 
 def line(words: Sequence[str]) -> str:
@@ -74,58 +75,51 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         fix = _in_order(rest, known)
     else:
         parameters = commands[command].params
-        stated = [] if "lora-merge " in error.fix else [*_stated(error.fix, parameters)]
-        right = words
-        if len(error.suggestion) > 1:
-            right = [*_corrected(words, error.suggestion)]
-        elif stated:
-            right = _with_options(words, stated, parameters)
-        elif (added := re.search(r"\bgive (--[a-z-]+)$", error.fix)) and flags(parameters).get(added[1]):
-            right = [*words, added[1]]
-        twice = len({*map(_whole, right)}) < len({*map(_whole, words)})  # such as the base in the place of an adapter
-        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {line(right)}" if right != words else ""
-        fix = _filled(error.fix, rest, parameters) if twice or not fix else fix
+        right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
+        if change := _change(error.fix, parameters, first=not right):
+            right.append(_with_options(words, change, parameters))
+        right = [new for new in right if new != words and not _names_twice(new, words)]
+        lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
+        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {'; or '.join(reversed(lines.values()))}"
+        fix = fix if lines else _filled(error.fix, rest, parameters)
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
-        error.reword(lambda text: fix if text is error.fix else text)
+        error.reword(lambda text: fix if text == error.fix.written else text)
 
 
-def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
+def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any]) -> str:
     """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands; without the
     other purposes ("to …") for which the line has no file, or none that fits."""
-    if not re.search(WITH_PLACE, fix):
-        return fix
+    if not any(map(PLACE.search, CODE.findall(fix.written))):
+        return ""
     plain, _ = split_words(words, flags(parameters))
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain}
     files = {path: with_found_ending(path) for path in paths.values()}
     paths = {word: path for word, path in paths.items() if exists(files[path])}
     adapters = [word for word, path in paths.items() if _is_adapter(path)]
     models = [path for word, path in paths.items() if word not in adapters]
-    whole = {path: str(expand(files[path])) for path in paths.values()}
+    by_user = {str(expand(files[path])): path for path in paths.values()}
 
     def fill(match: re.Match[str]) -> str:
-        command = match[0]
-        for path, place in whole.items():
-            command = command.replace(place, path) if typed([place]) == place and typed([path]) == path else command
-        free = [model for model in models if model not in command.split() and whole[model] not in command]
-        if command.startswith("lora-merge extract BASE"):
-            tuned = [model for model in models if model not in free]
-            free = [model for model in free if all(_are_alike(model, other) for other in tuned)]
-        command = re.sub(r"\bBASE\b", lambda m: typed(free[:1]) or m[0], command)
-        for name, word in zip((r"\bADAPTER\b", r"\bADAPTER2\b"), adapters, strict=False):
-            command = re.sub(rf"{name}(?::[0-9.]+)?", lambda _, word=word: typed([word]), command)  # type: ignore[misc]
-        return command
+        command = [by_user.get(word, word) for word in words_of(match[1])]
+        free = [model for model in models if model not in command]
+        if command[1:3] == ["extract", "BASE"]:
+            free = [model for model in free if all(_are_alike(model, other) for other in models if other in command)]
+        files = {"BASE": free[:1], "ADAPTER": adapters[:1], "ADAPTER2": adapters[1:2]}
+        return f"`{typed(file for word in command for file in files.get(word.partition(':')[0]) or [word])}`"
 
-    ways = re.sub(r"lora-merge [^;]*", fill, fix).split("; ")
-    return "; ".join(way for way in ways if not (way.startswith("to ") and re.search(WITH_PLACE, way)))
+    ways = CODE.sub(fill, fix.written).split("; ")
+    return "; ".join(way for way in ways if not (way.startswith("to ") and any(map(PLACE.search, CODE.findall(way)))))
 
 
-def _stated(fix: str, parameters: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command, each with its value, of the first way that a fix has."""
-    first = re.split(r"[;,] (?!--)|,? or ", fix)[0]
-    known = flags(parameters)
-    for flag, value in re.findall(r"(?<![\w-])(--?[a-z][a-z-]*) ('[^']*'|[\w./:=*+-]*\w)", first):
-        if known.get(flag) is False:
-            yield flag, value.strip("'")
+def _change(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
+    """Return the options of a command with which its line is right, each with its value ("" for a switch). `first`:
+    only if that is the first way of a fix; a switch, such as --overwrite, may also be another one."""
+    before, *pieces = CODE.split(fix.written)
+    words = words_of(pieces[0]) if pieces else []
+    known, change = flags(parameters), [*zip(words[::2], words[1::2], strict=False)]
+    if len(words) == 1 and known.get(words[0]):
+        return [(words[0], "")]
+    return change if not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change) else []
 
 
 def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], parameters: Sequence[Any]) -> list[str]:
@@ -144,7 +138,7 @@ def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], param
         flag, equals, _ = word.partition("=")
         kept += [word] * (not is_value and flag not in replaced)
         is_value = flag in replaced and not equals and not known[flag]
-    return [*kept, *(word for option in stated for word in option)]
+    return [*kept, *(word for option in stated for word in option if word)]
 
 
 def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[str]:
@@ -162,8 +156,10 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
             yield word
 
 
-def _whole(word: str) -> str:
-    return with_found_ending(split_strength(word.partition(",")[0])[0])
+def _names_twice(new: Sequence[str], words: Sequence[str]) -> bool:
+    """Return whether a line names one file twice in place of two, such as the base in the place of an adapter."""
+    kinds = ({with_found_ending(split_strength(word.partition(",")[0])[0]) for word in line} for line in (new, words))
+    return len(next(kinds)) < len(next(kinds))
 
 
 def _path(word: str, wrong: str, right: str) -> str:

@@ -226,7 +226,7 @@ def _require_ours(path: Path) -> None:
     """Raise UsageError if a file with this name is not from an earlier demo."""
     if os.path.lexists(path) and not _is_ours(path):
         raise UsageError("a file of yours has the name of one that the demo makes", str(path),
-                         "name another folder: lora-merge demo DIR")  # fmt: skip
+                         "name another folder: `lora-merge demo DIR`")  # fmt: skip
 
 
 def _is_ours(path: Path) -> bool:

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import UsageError
 from ..options import OPTIONS
+from ..paths import exists
 from ..recipes.commands import COMMANDS
 from .compat import FOREIGN_OPTIONS, advice_on
 from .corrected_line import flags, line, split_words
@@ -193,14 +195,14 @@ def typed() -> str:
 def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> UsageError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
-    command = context.info_name if context is not None and context.parent is not None else ""
+    command = " ".join(context.command_path.split()[1:]) if context is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if context is None and "requires an arg" in text:  # click does not name the command
         command = next((word for word in sys.argv[1:2] if word in commands), MERGE)
-    see = f"see lora-merge help {command}".strip()
+    see = f"see `{' '.join(['lora-merge', 'help', *command.split()[:1]])}`"
     if command == MERGE and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
-        return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
+        return UsageError(what, typed(), f"`lora-merge BASE ADAPTER:0.8`; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
         near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
@@ -219,20 +221,23 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
-        return f"write {line([*words, flag, value])}; "
+        stated = [word for word in words[1:] if right_form(word) and not exists(word)][-1:]  # resize FILE 16
+        kept = [word for word in words if word not in stated]
+        return f"write {line([*kept, flag, *(stated or [value])])}; "
     if value and words[-1:] == [flag]:
         return f"write {line([*words, value])}; "
-    if words[:1] == [command] and known is not None:
-        plain, options = split_words(words[1:], flags(known.params))
+    called = command.split()
+    if called and words[: len(called)] == called and known is not None:
+        plain, options = split_words(words[len(called) :], flags(known.params))
         if missing is not None and missing.param_type_name == "argument":
             name = f"{missing.metavar or missing.name}".partition("[")[0].upper()
-            return f"write {line([command, *plain, name, *options])}; "
+            return f"write {line([*called, *plain, name, *options])}; "
         if extra := re.fullmatch(
             r"Got unexpected extra arguments? \((.*)\)\.?", text.replace("argument(s)", "argument")
         ):
             kept = plain[: len(plain) - len(extra[1].split(" "))]
             if plain[len(kept) :] == extra[1].split(" "):
-                return f"leave the rest out: {line([command, *kept, *options])}; "
+                return f"leave the rest out: {line([*called, *kept, *options])}; "
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
 
 

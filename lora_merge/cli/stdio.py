@@ -176,7 +176,7 @@ class ReportFile:
         self._text, self.path, self._flag, self._spares = text, expand(text), flag, False
         if text == "-":
             raise UsageError(
-                "the report is a file, not a stream", f"{flag} -", "give its name; --json prints the report"
+                "the report is a file, not a stream", f"{flag} -", "give its name, or print the report with --json"
             )
         if is_folder(self.path):
             raise self._elsewhere("the report cannot be written there: it is a folder")

@@ -6,7 +6,6 @@ nothing. No model is loaded into ComfyUI's memory, and nothing is installed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from .. import FormerPlans, inspect, run_batch, unmerge, verify
+from ..adapter_arguments import factors_by_part
 from ..adapters_out.dialects import DIALECTS
 from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.templates import literal
@@ -255,10 +255,7 @@ def _verify(values: Values) -> Result:
 def _adapter(values: Values) -> Result:
     """Return one adapter with its strengths."""
     factors: dict[str, Any] = {} if values["text_encoders"] == 1 else {"te": values["text_encoders"]}
-    for part in re.split(r"[;,\s]+(?=[^,;\s=]+=)", values["parts"].strip(" ,;")):
-        name, _, factor = part.partition("=")
-        if name:
-            factors[name.strip()] = factor.strip()
+    factors |= factors_by_part(values["parts"])
     entry = {"path": str(_lora(values)), "strength": values["strength"], "strength_for": factors}
     return Result([entry], f"{values['adapter']}: {values['strength']:g} {factors or ''}")
 

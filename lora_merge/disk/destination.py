@@ -57,7 +57,7 @@ def protect(target: Path, inputs: Iterable[Path]) -> None:
     read = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
     if read is not None:
         what = f"the output would replace the base, an adapter or another file that is read: {read.name}"
-        raise UsageError(what, str(target), f"choose another name: -o {target.stem}-new{target.suffix}")
+        raise UsageError(what, str(target), f"choose another name: `-o {target.stem}-new{target.suffix}`")
 
 
 def _check_name(target: Path, *, folder: bool) -> None:
@@ -81,7 +81,7 @@ def _check_suffix(target: Path, *, folder: bool) -> None:
     """Raise UsageError for a name whose suffix is wrong for the output."""
     if folder and target.suffix.lower() in WEIGHT_SUFFIXES and not target.is_dir():
         raise UsageError("the output is a folder, but its name is that of a file", str(target),
-                         f"name a folder: -o {target.stem}")  # fmt: skip
+                         f"name a folder: `-o {target.stem}`")  # fmt: skip
     if not folder and target.suffix.lower() in WEIGHT_SUFFIXES - {".safetensors", ".gguf"}:
         error = UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
                            f"name it {target.stem}.safetensors")  # fmt: skip
@@ -101,11 +101,11 @@ def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:
     if not (target.is_symlink() or target.is_file() or target.is_dir()):
         raise UsageError("the output is a device, a pipe or the like", str(target), "choose another -o")
     if target.is_dir() and not folder:
-        raise UsageError("the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors")
+        raise UsageError("the output is a folder", str(target), "name a file in it: `-o FOLDER/NAME.safetensors`")
     if folder and not target.is_dir():
         raise UsageError("the base is a folder, so the output must be a folder", str(target), "name a folder with -o")
     if not overwrite:
-        raise UsageError("the output exists", str(target), "choose another -o, or give --overwrite")
+        raise UsageError("the output exists", str(target), "choose another -o, or give `--overwrite`")
     _check_writable(target.parent, target)
 
 

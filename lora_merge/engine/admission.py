@@ -60,13 +60,13 @@ def _require_room(plan: Plan) -> None:
     targets = [t for f in plan.files for t in f.targets if t.combines]
     largest = max((b for t in targets for b in blocks(t)), key=lambda b: b.room, default=None)
     if largest is not None and largest.room > plan.job.max_memory:
-        needed = f"give --max-memory {-(-largest.room >> 20)}MiB"
+        needed = f"give `--max-memory {-(-largest.room >> 20)}MiB`"
         what = (
             "a whole weight at once, which takes" if largest.by_rows else "all changes of a weight at once, which take"
         )
         raise ResourceError(
             f"{plan.job.method} needs {what} {size(largest.room)}",
-            f"{largest.target.name}: --max-memory {plan.job.max_memory}", needed,
+            f"{largest.target.name}: `--max-memory {plan.job.max_memory}`", needed,
         )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def _strengths(_: Products, strengths: Sequence[float], __: MethodParameters) ->
 
 def _mean(_: Products, strengths: Sequence[float], __: MethodParameters) -> list[float]:
     if abs(total := sum(strengths)) < LEAST_DIVISOR:
-        raise UsageError("the strengths on one weight add up to 0", "--method mean", "use sum, or other strengths")
+        raise UsageError("the strengths on one weight add up to 0", "`--method mean`", "use sum, or other strengths")
     return [s / total for s in strengths]
 
 

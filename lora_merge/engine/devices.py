@@ -63,14 +63,15 @@ def place(device: str, dtype: str) -> Placement:
         if where.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             why = f"this torch ({torch.__version__}) is a build without CUDA"
             install = "; or install torch for CUDA, see https://pytorch.org/get-started/locally"
-        raise ResourceError(f"no device {name!r} here", f"--device: {why}" if why else "--device",
+        called = "--device cuda, or gpu" if name == "cuda" else "--device"
+        raise ResourceError(f"no device {name!r} here", f"{called}: {why}" if why else called,
                             f"use one of: auto, {names}{install}")  # fmt: skip
     if dtype == "F64" and not _doubles(where):
-        raise ResourceError(f"{name} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+        raise ResourceError(f"{name} computes no fp64", "--compute-dtype", "use fp32, or `--device cpu`")
     if device != "auto" and (why := unusable(where)):
         if _failed_before(where):
             raise DeviceFailed(str(where), why)
-        raise ResourceError(f"{name} cannot be used", f"--device: {why}", "use --device cpu, or another device")
+        raise ResourceError(f"{name} cannot be used", f"--device: {why}", "use `--device cpu`, or another device")
     return Placement(_numbered(where), TORCH_DTYPES[dtype])
 
 

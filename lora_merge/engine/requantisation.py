@@ -88,7 +88,7 @@ def _encoded(
     wide = (host(values, dtype) if on_host else stage([values], Placement(values.device, dtype))[0]).reshape(-1)
     if afresh and odd(wide):
         raise InputError("the base contains NaN or infinite values, which the format cannot store",
-                         f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
+                         f"{target.source.file}: {target.name}", "write `--dtype bf16`")  # fmt: skip
     before = torch.zeros(packing.encoding.nbytes(count), dtype=torch.uint8) if afresh else codes.base
     old = parts_of(beside(before, wide), packing, first, count, fetch)
     if codes.uniform is not None:
@@ -97,7 +97,9 @@ def _encoded(
         with computing(wide.device):
             new = packing.encoding.encode(wide, old, first)
     except OutOfRange as e:
-        raise TooLarge(f"a number is too large for {packing.encoding.title}", target.name, "write --dtype bf16") from e
+        raise TooLarge(
+            f"a number is too large for {packing.encoding.title}", target.name, "write `--dtype bf16`"
+        ) from e
     return old, None if new is None else dict(new)
 
 

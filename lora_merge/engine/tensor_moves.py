@@ -337,13 +337,14 @@ def _too_large(name: str, values: Tensor, dtype: torch.dtype) -> TooLarge:
     largest = max(values.tolist(), key=abs)
     wider = next((option for option in WIDER if abs(largest) <= OVERFLOW_LIMITS[TORCH_DTYPES[DTYPES[option]]]), "keep")
     return TooLarge(f"a number is too large for {_called(dtype)}: {largest:g}", name,
-                    f"write --dtype {wider}, or --on-overflow saturate to cut such values to the largest")  # fmt: skip
+                    f"write `--dtype {wider}`, or `--on-overflow saturate` to cut such values to the largest"
+                    )  # fmt: skip
 
 
 def sum_too_large(name: str, dtype: torch.dtype) -> TooLarge:
     """Return the error for a merged tensor with a sum that overflowed in the compute dtype, so its value is lost."""
     wider = {torch.float16: "fp32", torch.float64: ""}.get(dtype, "fp64")
-    fix = f"write --compute-dtype {wider}, or lower the strength" if wider else "lower the strength"
+    fix = f"write `--compute-dtype {wider}`, or lower the strength" if wider else "lower the strength"
     return TooLarge(f"a merged value is too large for {_called(dtype)}, the compute dtype", name, fix)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -188,8 +188,15 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     return InputError(f"not a valid {kind} file", f"{path}: {why}", "download or export the file again")
 
 
-def missing(path: Path) -> InputError:
-    """Return the error for a file that is not there, with the names of those that may be meant."""
+PLACEHOLDERS: Final = ("BASE", "TUNED", "MODEL", "ADAPTER", "ADAPTER2")
+"""Places for files in the commands of messages and of the help, which are typed as they are."""
+
+
+def missing(path: Path, kind: str = "model", is_other: Callable[[Path], bool] = lambda _: False, /) -> InputError:
+    """Return the error for a file that is not there, with the names of those that may be meant.
+
+    `kind`: what is missing; `is_other`: whether a file is known to be something else.
+    """
     if path.is_symlink():
         return InputError("a broken symbolic link", str(path), "download the model again")
     if not path.parent.is_dir():
@@ -209,11 +216,15 @@ def missing(path: Path) -> InputError:
             stems.setdefault(entry.stem, []).append(entry.name)
     close = [stem for stem in stems if stem.lower() == path.stem.lower()]
     close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
-    near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
+    near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)]
+    near = [name for name in near if not is_other(path.with_name(name))][:3]
     if near:
         error = InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
         return error.instead(str(path), str(path.with_name(near[0])))
     models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
     models.sort(key=lambda name: ENDINGS.index(Path(name).suffix))  # files that are never run as code come first
-    contents = f"its folder has {listed(models)}" if models else "its folder has no model"
-    return InputError("file not found", str(path), f"check the path; {contents}")
+    models = [name for name in models if not is_other(path.with_name(name))]
+    contents = f"its folder has {listed(models)}" if models else f"its folder has no {kind}"
+    error = InputError("file not found", str(path), f"check the path; {contents}")
+    first = models[:1] if path.name in PLACEHOLDERS else []
+    return error.instead(str(path), *(str(path.with_name(name)) for name in first))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..errors import InputError, UsageError
+from ..paths import typed
 from ..text import Note, listed
 from .file_uses import FileUse, Folder
 from .json_files import json_value
@@ -77,7 +78,7 @@ def taken(
                 else "no adapter folder contains a whole tokenizer"
             )
             where = listed(str(folder.path) for folder in whole or adapters) or "the adapters are files"
-            fix = f"name the folder: --tokenizer {(whole or adapters or [base])[0].path}"
+            fix = f"name the folder: `--tokenizer {typed([str((whole or adapters or [base])[0].path)])}`"
             raise UsageError(what, where, fix if whole else "name a folder that contains one, or leave --tokenizer out")
         return _tokenizer(whole[0], base, "--tokenizer adapter"), ()
     other = {folder.path: names for folder in adapters if (names := _other_files(folder, base.path))}
@@ -121,7 +122,7 @@ def _named(path: Path) -> Folder:
     files = sorted(path.iterdir()) if path.is_dir() else []
     folder = Folder("adapter", path, tuple(FileUse(file.name, "read") for file in files if file.is_file()))
     if not _is_whole(folder):
-        raise UsageError("the folder contains no whole tokenizer", f"--tokenizer {path}",
+        raise UsageError("the folder contains no whole tokenizer", f"`--tokenizer {path}`",
                          "name a folder with tokenizer.json or the like, or write adapter or base")  # fmt: skip
     return folder
 

@@ -39,40 +39,41 @@ class Document:
     root: Node
     mistakes: tuple[tuple[int, str], ...] = ()
     """Line and message of each mistake in valid YAML: a field that is given twice, an unknown tag."""
-    _fields: dict[int, dict[Any, Node]] = field(default_factory=dict, repr=False)
-    """Table → its fields and those that `<<` merges into it; filled by `_fields_of`."""
+    _fields: dict[int, dict[Any, tuple[Node, Node]]] = field(default_factory=dict, repr=False)
+    """Table → its fields and those that `<<` merges into it, each with its name; filled by `_fields_of`."""
 
     def line(self, place: Place) -> int:
-        """Return the line of a value, or of its nearest parent that exists."""
-        node = self.root
+        """Return the line of a field or an item, or of its nearest parent that exists."""
+        node = start = self.root
         for step in place:
             inner = self._child(node, step)
             if inner is None:
                 break
-            node = inner
-        return _line(node)
+            start, node = inner
+        return _line(start)
 
     def text(self, place: Place) -> str | None:
         """Return a scalar as it was written, such as 1.0; None if there is no scalar at `place`."""
         node: Node | None = self.root
         for step in place:
-            node = None if node is None else self._child(node, step)
+            inner = None if node is None else self._child(node, step)
+            node = inner and inner[1]
         return str(node.value) if isinstance(node, ScalarNode) else None
 
-    def _child(self, node: Node, step: str | int) -> Node | None:
-        """Return the value of a field or the n-th item, looked up through `<<` as well."""
+    def _child(self, node: Node, step: str | int) -> tuple[Node, Node] | None:
+        """Return the name and the value of a field, looked up through `<<` as well, or the n-th item twice."""
         if isinstance(node, SequenceNode):
             fits = isinstance(step, int) and step < len(node.value)
-            return node.value[step] if fits else None
+            return (node.value[step], node.value[step]) if fits else None
         return self._fields_of(node).get(step) if isinstance(node, MappingNode) else None
 
-    def _fields_of(self, node: MappingNode) -> dict[Any, Node]:
-        """Return the fields of a table; of a name that is given twice, the first value."""
+    def _fields_of(self, node: MappingNode) -> dict[Any, tuple[Node, Node]]:
+        """Return the fields of a table, each with its name; of a name that is given twice, the first."""
         if id(node) not in self._fields:
-            fields: dict[Any, Node] = {}
+            fields: dict[Any, tuple[Node, Node]] = {}
             for table in reversed([t for t in _merged(node) if isinstance(t, MappingNode)]):
                 fields |= self._fields_of(table)
-            fields |= {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
+            fields |= {key.value: (key, inner) for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
             self._fields[id(node)] = fields
         return self._fields[id(node)]
 
@@ -111,7 +112,7 @@ def parse(text: str, name: str) -> Document:
         problem = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise UsageError(f"not valid YAML: {problem}", f"{name}{line}", _advice(text, mark, problem)) from e
     if root is None:
-        raise UsageError("the jobs file is empty", name, "lora-merge batch --init OTHER.yaml writes a first one")
+        raise UsageError("the jobs file is empty", name, "`lora-merge batch --init OTHER.yaml` writes a first one")
     values = _Values(name)
     return Document(values.of(root), root, tuple(values.mistakes))
 

@@ -129,7 +129,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
 def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
     """Return the misfit of a base that is a file of another kind, `title`."""
     of_another = other_model(modules, None, names.weights(), title)
-    return of_another or Misfit("model", f"the base is {title}", TRAINED_BASE, base=title)
+    return of_another or Misfit("model", f"the base is {kind_of_model(title)}", TRAINED_BASE, base=title)
 
 
 def _stated_other(adapter: Index, base: Architecture | None, title: str) -> Misfit | None:
@@ -245,12 +245,18 @@ def other_model(
 
 
 def kind_of_model(model: str) -> str:
-    """Return "a transformers language model" for a kind of model, the name of a model as it is."""
+    """Return "a transformers language model" for a kind of model, "a VAE" for a component, the name of a model as it
+    is."""
     if model.startswith(("a ", "an ")):
         return model
     if model in ("", UNKNOWN_TITLE):
         return "a model unknown to lora-merge"
-    return f"a {model}" if model[:1].islower() else model
+    article = "an" if model[0] in "aeiou" else "a"
+    return f"{article} {model}" if model[0].islower() or COMPONENT.search(model) else model
+
+
+COMPONENT: Final = re.compile("encoder|VAE")
+"""Words of the title of a component, which has no name of its own."""
 
 
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> Misfit | None:
@@ -295,10 +301,8 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
     every = "" if rows else ", with a row for every such name"
     rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
-    fix = (
-        f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
-    )
-    advice = f"{fix}, else write the right names, or use a base that has these layers"
+    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and give it with --map"
+    advice = f"{fix}{every}, else write the right names, or use a base that has these layers"
     return Misfit("name", why, advice, base=title)
 
 
@@ -382,7 +386,7 @@ def raise_problems(
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
                 why = f"the base is {kind_of_model(names.what)}, and {no_place}"
             why = why if misfit and misfit.adapter else f"{worst.what}: {why}"
-        fix = misfit.advice if misfit else worst.fix
+        fix = misfit.advice if misfit else worst.fix.written
         if not why and result.modules > len(failures) == len(unfit):
             fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
         modules = result.adapter.modules
@@ -408,7 +412,7 @@ def raise_problems(
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
-            f"{advice}; or leave them out with --unmatched skip",
+            f"{advice}; or leave them out with `--unmatched skip`",
         ).instead(str(path), str(path), "--unmatched", "skip")
     if result.unmatched and unmatched == "error":
         raise _some_unmatched(result, why, where, fix, for_another=misfit.kind == "model")
@@ -420,7 +424,7 @@ def _some_unmatched(result: Match, why: str, where: str, fix: str, *, for_anothe
     what = f"{len(result.unmatched)} of {result.total} adapter modules match nothing in the base{why and ': '}{why}"
     if for_another:
         return UnmatchedModules(what, where, fix)
-    error = UnmatchedModules(what, where, f"{fix}; or leave them out with --unmatched skip")
+    error = UnmatchedModules(what, where, f"{fix}; or leave them out with `--unmatched skip`")
     return error.instead(path, path, "--unmatched", "skip")
 
 
@@ -434,7 +438,7 @@ def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None
     if scale == 0:
         zero = rules.zero_alpha
         why = f"its configuration says {zero} = 0" if zero else "the scale of all its modules is 0"
-        fix = "state the alpha of the training: --setting lora_alpha=VALUE" if zero else "correct its configuration"
+        fix = "state the alpha of the training: `--setting lora_alpha=VALUE`" if zero else "correct its configuration"
         raise NoChange(f"the adapter changes nothing: {why}", str(path), f"{fix}; {WITHOUT}")
 
 
@@ -445,6 +449,6 @@ def check_variant(result: Match, names: Names, unmatched: Unmatched) -> Note | N
     misfit = variant_doubt(names, lambda: weight_shapes(result.adapter.modules))
     if misfit and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
-        fix = "use the base it was trained on, or merge all the same with --unmatched skip"
+        fix = "use the base it was trained on, or merge all the same with `--unmatched skip`"
         raise FitError(what, f"{result.adapter.path}: {misfit.text}", fix)
     return Note(misfit.text) if misfit else None

@@ -250,7 +250,7 @@ def choose(
 def check_settings(user_settings: Mapping[str, Any], used: Collection[str]) -> None:
     """Raise UsageError for a setting of the user that no module uses."""
     if unused := sorted(user_settings.keys() - used):
-        raise UsageError(f"no module of the adapters uses {unused[0]}", f"--setting {unused[0]}",
+        raise UsageError(f"no module of the adapters uses {unused[0]}", f"`--setting {unused[0]}`",
                          "leave it out: the file states it, or its formula has no such setting")  # fmt: skip
 
 
@@ -446,7 +446,9 @@ class Candidate:
         """Refuse settings that no file states, or that contradict the shapes."""
         partial = self.arguments.partial - self.context.user_settings.keys() if self.row.settings else ()
         if missing := self.row.missing_settings(self.settings) or sorted(partial):
-            raise DoesNotFit(f"the file does not state {', '.join(missing)}; give it with --setting {missing[0]}=VALUE")
+            raise DoesNotFit(
+                f"the file does not state {', '.join(missing)}; give it with `--setting {missing[0]}=VALUE`"
+            )
         self.row.checks.check_settings(self.settings, self.shapes, self.view.shape)
 
     def check_groups(self) -> None:
@@ -637,7 +639,7 @@ def _in_fp32(value: float) -> bool:
 
 
 def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
-    where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA_SETTING}"
+    where = f"{info.file}: {info.name}" if info else f"`--setting {ALPHA_SETTING}`"
     odd = value is not None and isfinite(value) and not _in_fp32(value)
     what = f"{slot} is {value}, too large for fp32" if odd else f"{slot} is {value}"
     return InputError(what, where, "use an earlier save of the adapter")

@@ -27,7 +27,8 @@ from ..job import SETTING
 from ..models.weights import WeightView, transposed
 
 STATE_ORIENTATION: Final = (
-    f"state whether weights are [in, out] with --setting {SETTING}=true or false; the wrong one transposes the change"
+    f"state whether weights are [in, out] with `--setting {SETTING}=true` or `--setting {SETTING}=false`; the wrong "
+    "one transposes the change"
 )
 
 CONTRADICTION: Final = "the weight is square, and nothing settles whether it is stored [in, out] (Conv1D) or [out, in]"

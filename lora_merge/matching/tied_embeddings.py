@@ -199,7 +199,7 @@ def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
     where = f"{pair.context.adapter.path}: {listed(names)} on {pair.shared or both[names[0]]}"
     return FitError("the adapter trained one end of embeddings that the base ties, and models of its kind cannot "
                     "be stored with the two apart", where,
-                    "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both "
+                    "train it with ensure_weight_tying, or without these modules; `--unmatched skip` changes both "
                     "ends, which computes something else")  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def shared_layers(context: AdapterContext) -> MergeError | None:
         m.name for m in context.adapter.modules if shared and shared.match(m.name) and context.rules.of(m.name).kind
     ]
     what = "the encoder and the decoder of the base share their layers, and the adapter trained them apart"
-    fix = "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both"
+    fix = "keep it as a separate adapter; `--unmatched skip` merges what it has for the decoder, which changes both"
     return FitError(what, f"{context.adapter.path}: {listed(names)}", fix) if names else None
 
 

@@ -82,7 +82,7 @@ def with_trained_weights(
         if problem.what and unmatched == "error":
             first = listed(map(quoted, header.tensors), 3)
             raise FitError(f"further weights that were trained with the adapter {problem.what}", f"{path}: {first}",
-                           f"{problem.fix}; or leave the file out with --unmatched skip")  # fmt: skip
+                           f"{problem.fix}; or leave the file out with `--unmatched skip`")  # fmt: skip
         if problem.what or not placed:
             uses.append(use._replace(why=UNPLACED_LEFT_OUT if problem.what else NO_PLACE))
             continue

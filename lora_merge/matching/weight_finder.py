@@ -118,9 +118,9 @@ class WeightFinder:
             raise ShapeMismatch(
                 "the rows of a fused projection have two orders, and its names do not show which",
                 f"{self._path}: {plain} of {stacked.row_slices[0].key}",
-                f"state it: --setting {ROW_ORDER}=stacked for an adapter of a base with all of q, then k, then v, as "
-                f"single files have them; --setting {ROW_ORDER}=heads for q, k and v head by head, as in the original "
-                "shards",
+                f"state it: `--setting {ROW_ORDER}=stacked` for an adapter of a base with all of q, then k, then v, as "
+                f"single files have them; `--setting {ROW_ORDER}=heads` for q, k and v head by head, as in the "
+                "original shards",
             )
         self.settings.add(ROW_ORDER)
         return by_heads if self._order == ORDERS[0] else stacked

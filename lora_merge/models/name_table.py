@@ -437,27 +437,28 @@ class FlatForms:
     """
 
     def __init__(self, forms: Iterable[str]) -> None:
-        self._forms: dict[str, list[str]] = {}  # flat form → forms
-        self._numbers: dict[str, set[tuple[bool, ...]]] = {}  # letters alone → which digits are numbers
+        # Letters alone → which digits are numbers → the other digits → forms.
+        self._forms: dict[str, dict[tuple[bool, ...], dict[tuple[str, ...], list[str]]]] = {}
         for of in forms:
-            flat = flattened(of)
-            self._forms.setdefault(flat, []).append(of)
-            self._numbers.setdefault(_letters(flat), set()).add(tuple(d == "#" for d in _DIGITS.findall(flat)))
+            digits = numbers_in(flattened(of))
+            choices = self._forms.setdefault(_letters(of), {})
+            by_others = choices.setdefault(tuple(d == "#" for d in digits), {})
+            by_others.setdefault(tuple(d for d in digits if d != "#"), []).append(of)
 
     def knows(self, letters: str) -> bool:
         """Return whether a name of these letters has a form once it has other digits."""
-        return letters in self._numbers
+        return letters in self._forms
 
     def paths(self, name: str) -> list[tuple[str, str]] | None:
         """Return (path, its form) for everything that a flat name may mean; None if that is too much to try it all."""
-        digits, forms = _DIGITS.findall(name), list[str]()
-        choices = self._numbers.get(_DIGITS.sub("#", name), ())
+        digits, forms = numbers_in(name), list[str]()
+        choices = self._forms.get(_DIGITS.sub("#", name), {})
         if len(choices) > MOST_FORMS:
             return None
-        for numbers in choices:
-            if all(is_number(d) or d == "#" for number, d in zip(numbers, digits, strict=True) if number):
-                written = ["#" if number else d for number, d in zip(numbers, digits, strict=True)]
-                forms += self._forms.get(filled(name, written), ())
+        for numbers, by_others in choices.items():
+            others = tuple([d for number, d in zip(numbers, digits, strict=True) if not number])
+            if others in by_others and all(is_number(d) or d == "#" for d, n in zip(digits, numbers, strict=True) if n):
+                forms += by_others[others]
         return [(filled(of, digits), of) for of in forms] if len(forms) <= MOST_FORMS else None
 
 

@@ -32,7 +32,9 @@ def or_strength_zero(fix: str, keys: Iterable[str]) -> str:
     """Return a fix, and as another one the option with which these weights of the base stay as they are; not for too
     many kinds of them."""
     names = expression(keys)
-    return fix + (f"; or leave out what does not fit: {STRENGTH_FOR} {typed([f'{REGEX}^{names}$=0'])}" if names else "")
+    return fix + (
+        f"; or leave out what does not fit: `{STRENGTH_FOR} {typed([f'{REGEX}^{names}$=0'])}`" if names else ""
+    )
 
 
 class Strengths:
@@ -177,7 +179,7 @@ def or_leave_out(fix: str, keys: Iterable[str], *, alike: bool = False) -> str:
     `alike`: and all whose keys differ from these in numbers alone.
     """
     names = expression(keys, alike=alike)
-    return fix + (f", or leave that out: {EXCLUDE} {typed([f'{REGEX}^{names}$'])}" if names else "")
+    return fix + (f", or leave that out: `{EXCLUDE} {typed([f'{REGEX}^{names}$'])}`" if names else "")
 
 
 def parts(value: Any, flag: str) -> tuple[str, ...]:

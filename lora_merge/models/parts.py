@@ -141,10 +141,10 @@ class Parts:
             fix = f"names of tensors are such as {', '.join(similar)}; "
         if order:
             fix += f"this base has {listed(sorted(known), 6)}, and the blocks {listed(order, 12)}"
-            fix += "; lora-merge parts BASE lists all"
+            fix += "; `lora-merge parts BASE` lists all"
         else:
             fix += f"its parts are {listed(sorted(known), 6)}, or re:REGEX of its names; blocks are known with --base"
-        return PartWithoutEffect(what, f"{self.option} {as_typed(text)}", fix).of(self.option, text)
+        return PartWithoutEffect(what, f"`{self.option} {as_typed(text)}`", fix).of(self.option, text)
 
     def _covers_any(self, text: str, networks: Mapping[str, str]) -> bool:
         self._steps.allow(len(networks))
@@ -239,7 +239,7 @@ class Parts:
     def _weighted(self, text: str, base: Blocks) -> Mapping[str, float]:
         """Return block → factor for a part that names blocks, {} for the name of a network that the base lacks;
         UsageError if the base lacks such a block."""
-        where = f"{self.option} {as_typed(text)}"
+        where = f"`{self.option} {as_typed(text)}`"
         if text.startswith(BLOCK_LIST):
             return base.weights(text.removeprefix(BLOCK_LIST), where)
         if chosen := base.chosen(text):
@@ -254,7 +254,7 @@ class Parts:
             if text.startswith(REGEX):
                 self._steps.pattern(text.removeprefix(REGEX))
         except Refused as e:
-            where = f"{self.option} {as_typed(text)}"
+            where = f"`{self.option} {as_typed(text)}`"
             raise UsageError(f"the regular expression is {e}", where, "correct the pattern") from e
 
     def _matches(self, text: str, key: str) -> bool:

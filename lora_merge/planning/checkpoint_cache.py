@@ -6,16 +6,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, group, looks_like_adapter
 from ..adapters.wrapped_model import detached
-from ..disk.files import FileState
-from ..errors import AdapterAsBase, UsageError
+from ..disk.files import FileState, unreadable
+from ..errors import AdapterAsBase, InputError, MergeError, UsageError
 from ..files.checkpoint import Index, adapter_config, open_checkpoint
+from ..files.file_signatures import foreign, missing
 from ..models.names import Names, names
-from ..paths import is_folder
+from ..paths import exists, is_folder
 
+PLACE: Final = "ADAPTER"  # of an adapter, in a command
+
+LOOK_SECONDS: Final = 0.3  # at the files of a folder, one of which may be meant
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
 
@@ -51,8 +56,12 @@ class CheckpointCache:
         if entry is None:
             parts = detached(self.index(path, adapter=False), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
-                error = UsageError("no adapter is named, and the model contains none", str(path), "name an adapter")
-                raise error.instead(str(path), str(path), "ADAPTER:0.8")
+                lookup = missing_input(path.with_name(PLACE), adapter=True)
+                near = next((Path(file) for file in lookup.suggestion[1:]), Path(PLACE))
+                adapter = near.name if near.parent in (Path(), Path.cwd()) else str(near)
+                fix = "name an adapter" + lookup.fix.removeprefix("check the path") * (near.name != PLACE)
+                error = UsageError("no adapter is named, and the model contains none", str(path), fix)
+                raise error.instead(str(path), str(path), f"{adapter}:0.8")
             if parts is None:
                 return self.adapter(path)
             entry = self._keep(("own", path), parts[1], group(parts[1]))
@@ -62,8 +71,10 @@ class CheckpointCache:
     def index(self, path: Path, *, adapter: bool = True) -> Index:
         """Return the tensors of a checkpoint by name, from its header. `adapter`: as of `open_checkpoint`."""
         key = ("index", path, adapter and is_folder(path))  # a file is one of them, whatever it is opened as
-        entry = self._get(key) or self._keep(key, open_checkpoint(path, adapter=adapter), None)
-        return entry[0]
+        entry = self._get(key)
+        if entry is None and not exists(path):
+            raise missing_input(path, adapter=adapter)
+        return (entry or self._keep(key, open_checkpoint(path, adapter=adapter), None))[0]
 
     def names(self, path: Path, table: Path | None = None) -> Names:
         """Return the names of the weights of a model. `table`: the user's name table.
@@ -113,6 +124,26 @@ class CheckpointCache:
             self._size -= _size(key, self._entries.pop(key)[0])
 
 
+def missing_input(path: Path, *, adapter: bool) -> InputError:
+    """Return the error for a base or an adapter that is not there, with the names of files that can be one. Headers
+    are read for a moment; what is not read by then counts as both."""
+    until = monotonic() + LOOK_SECONDS
+
+    def is_other(file: Path) -> bool:
+        if monotonic() > until:
+            return False
+        try:
+            index = open_checkpoint(file, adapter=adapter)
+        except MergeError:
+            return False
+        return looks_like_adapter(index) is not adapter or bool(foreign(index.tensors))
+
+    try:
+        return missing(path, "adapter" if adapter else "model", is_other)
+    except OSError as e:  # a name that is too long, a folder that may not be searched …
+        return unreadable(path, e)
+
+
 def _size(key: tuple[Any, ...], index: Index) -> int:
     """Return how many tensors an entry adds to what is kept: all but "own" have those of an index."""
     return len(index.tensors) if key[0] in ("index", "own") else 0
@@ -124,6 +155,6 @@ def _unchanged(index: Index) -> bool:
 
 def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
-        fix = "name the base first, adapters after it; adapters alone: lora-merge combine A B"
+        fix = "name the base first, adapters after it; adapters alone: `lora-merge combine A B`"
         raise AdapterAsBase("the base is itself an adapter", str(base.path), fix)
     base.quantised.check(base.path, "keep", [""])  # "": all tensors

@@ -125,7 +125,7 @@ class GgufOfGguf(OutputContainer):
         base, model = self.base, self.base.gguf
         fix, name = "merge into the original checkpoint", self.output.with_suffix(".safetensors").name
         if model is not None and not model.language and not base.path.is_dir():
-            fix = f"write an ordinary checkpoint: --dtype bf16 -o {typed([name])}"
+            fix = f"write an ordinary checkpoint: `--dtype bf16 -o {typed([name])}`"
         for t in targets:
             info, where = base.tensors.get(t.name), f"{base.path}: {t.stored}"
             if info is None:
@@ -160,7 +160,7 @@ class NewGguf(OutputContainer):
             if changed:
                 raise FitError("an adapter changes a network that the GGUF file lacks: a text encoder or VAE",
                                f"{info.file}: {info.name}",
-                               "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
+                               "leave it out with `--strength-for te=0`, or name the output .safetensors")  # fmt: skip
             return False
         if info.dtype not in FLOATS and info.dtype not in GGML_TYPES and info.name not in self.base.packed:
             raise InputError(f"GGUF has no type for {spoken(info.dtype)}", f"{info.file}: {info.name}",
@@ -205,7 +205,7 @@ def container_of(job: Job, base: Index) -> OutputContainer:
     if not gguf:
         return SafetensorsOutput(job, base)
     if job.dtype not in GGUF_DTYPES:
-        raise UsageError("GGUF has no such type", f"--dtype {job.dtype}", f"use one of {', '.join(GGUF_DTYPES)}")
+        raise UsageError("GGUF has no such type", f"`--dtype {job.dtype}`", f"use one of {', '.join(GGUF_DTYPES)}")
     if base.gguf is not None:
         return GgufOfGguf(job, base)
     return NewGguf(job, base, _new_file(job, base))
@@ -216,15 +216,15 @@ def check_name(container: OutputContainer) -> None:
     job, base, output = container.job, container.base, container.output
     if base.gguf is not None and base.path.is_dir():
         if not container.is_gguf:
-            raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
-                             "write --dtype keep")  # fmt: skip
+            raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"`--dtype {job.dtype}`",
+                             "write `--dtype keep`")  # fmt: skip
         if output.suffix.lower() == GGUF:
-            raise UsageError("the output is a folder with the parts of the base", f"-o {output}",
-                             f"write -o {typed([str(output.with_suffix(''))])}")  # fmt: skip
+            raise UsageError("the output is a folder with the parts of the base", f"`-o {output}`",
+                             f"write `-o {typed([str(output.with_suffix(''))])}`")  # fmt: skip
     if not container.fits(output):
         right, kind = output.with_suffix(container.suffix), "GGUF" if container.is_gguf else "safetensors"
         what = f"a {kind} file cannot be named {output.suffix}" if output.suffix else f"a {kind} file needs an ending"
-        other = ", or write --dtype bf16 for .safetensors" if container.is_gguf and base.gguf is not None else ""
+        other = ", or write `--dtype bf16` for .safetensors" if container.is_gguf and base.gguf is not None else ""
         error = UsageError(what, str(output), f"name it {container.suffix}{other}")
         raise error.instead(str(output), str(right))
 
@@ -243,7 +243,7 @@ def check_names(job: Job, base: Index, adapters: Sequence[AdapterFile]) -> None:
 
 def _new_file(job: Job, base: Index) -> DiffusionFile:
     """Return the GGUF file that is made of a base; UsageError for a base of which none can be made."""
-    where = f"{base.path}: {job.output.name}, --dtype {job.dtype}"
+    where = f"{base.path}: {job.output.name}, `--dtype {job.dtype}`"
     if base.path.is_dir():
         raise UsageError("a folder cannot be converted to GGUF: a language model needs its tokenizer in it, and a "
                          "diffusion model the names of its own checkpoint", where,
@@ -252,13 +252,14 @@ def _new_file(job: Job, base: Index) -> DiffusionFile:
     file = diffusion_file(base.tensors)
     if file is None:
         known = ", ".join(sorted(kind.name for kind in DIFFUSION_MODELS))
+        plain = "name the output .safetensors" if job.dtype not in GGUF_TYPES else "write `--dtype bf16`"
         raise UsageError("ComfyUI-GGUF loads no model with the names of this base", where,
-                         f"name the output .safetensors; or give the model as ComfyUI has it, not as diffusers has it "
+                         f"{plain}; or give the model as ComfyUI has it, not as diffusers has it "
                          f"({known}); a language model is converted first by llama.cpp's convert_hf_to_gguf.py"
                          )  # fmt: skip
     if base.packed and job.dtype == "keep":
         raise UsageError("GGUF has no type for the quantised weights of the base", where,
-                         f"write --dtype bf16, {', '.join(GGUF_TYPES)}")  # fmt: skip
+                         f"write `--dtype bf16`, {', '.join(GGUF_TYPES)}")  # fmt: skip
     return file
 
 

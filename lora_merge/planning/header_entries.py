@@ -34,7 +34,7 @@ def other_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     of_user = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
     on_weights = {*METADATA_FORMATS, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA_FORMATS.keys()
     if wrong := next((key for key in of_user if key in {*OURS, *STALE, *on_weights}), None):
-        raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
+        raise UsageError("a merge writes this entry itself, or its value would be wrong", f"`--metadata {wrong}`",
                          "leave it out")  # fmt: skip
     # Entries of the base, without the ones that would be wrong in the output.
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}

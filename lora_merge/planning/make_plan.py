@@ -171,7 +171,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
     others = tuple(folder for folder in matched.inputs.folders if folder is not None)
     if not base.path.is_dir() or is_split(job.base):
         if job.tokenizer is not None:
-            raise UsageError("the output is a file, which has no tokenizer", f"--tokenizer {job.tokenizer}",
+            raise UsageError("the output is a file, which has no tokenizer", f"`--tokenizer {job.tokenizer}`",
                              "leave it out")  # fmt: skip
         return others, {}, [note for folder in others for note in folder.warning()]
     # Files of the base's folder: read, left out, or copied.
@@ -287,10 +287,10 @@ def check_stored(matched: Matched) -> None:
             where = f"{base.tensors[key].file}: {key}"
             if encoding.decode_only and job.dtype == "keep":
                 what = f"a changed weight cannot be stored as {encoding.title} again: {encoding.decode_only}"
-                raise InputError(what, where, "write --dtype bf16")
+                raise InputError(what, where, "write `--dtype bf16`")
             if key in whole and not (key in replaced and (encoding.from_zeros or job.dtype != "keep")):
                 what = f"an adapter replaces a weight that is stored as {encoding.title}"
-                other = "write --dtype bf16, or " if key in replaced else ""
+                other = "write `--dtype bf16`, or " if key in replaced else ""
                 raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")
             for role, part in parts.items():
                 small = not part.numbers and part.info.nbytes <= CHECKED_BYTES
@@ -413,7 +413,7 @@ def _target(
     ):
         raise FitError("an adapter changes the size of a quantised weight, whose scales have the old one",
                        f"{info.file}: {name} is {list(info.shape)}, the adapter has {list(weight.shape)}",
-                       "write --dtype bf16")  # fmt: skip
+                       "write `--dtype bf16`")  # fmt: skip
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     stored = stored_name(info if codes is None else codes)

@@ -8,7 +8,7 @@ VAE of a file with a diffusion model keep theirs too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
@@ -86,8 +86,8 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
-            raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
-                             f"leave it out, or write --dtype {', '.join(QUANTISED_DTYPES)}")  # fmt: skip
+            fix = f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}`{_others(QUANTISED_DTYPES)}"
+            raise UsageError("nothing is quantised", f"`--keep-precision {job.keep_precision[0]}`", fix)
         return NO_QUANTISING
     form = _form(job, base)
     excepted = Parts(KEEP_PRECISION, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
@@ -97,8 +97,8 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         forms = _forms(job, base, names, form, excepted)
     if not forms:
         others = any(_coded(base, form, base.tensors[key]) for key, _ in _quantisable(base, names))
-        fix = "write --dtype keep, or change --keep-precision" if others else "write --dtype keep"
-        raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}", fix)
+        fix = "write `--dtype keep`, or change --keep-precision" if others else "write `--dtype keep`"
+        raise UsageError("the base has no weight to quantise", f"{base.path}: `--dtype {job.dtype}`", fix)
     return Quantising(forms, dict(_sections(base, forms, form)))
 
 
@@ -190,14 +190,18 @@ def _sections(
             yield part, form.section(sorted({*left_out, "lm_head"}))
 
 
+def _others(dtypes: Sequence[str]) -> str:
+    """Return what follows the first of some dtypes to choose from: ", nf4 or q4_0"."""
+    return "".join(f"{' or' if name == dtypes[-1] else ','} {name}" for name in dtypes[1:])
+
+
 def _form(job: Job, base: Index) -> OutputFormat:
     """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
     if job.dtype in GGUF_TYPES:
         return OutputFormat(_blocks_of(base, job.dtype.upper()))
-    where, folder = f"--dtype {job.dtype}", base.path.is_dir()
+    where, folder = f"`--dtype {job.dtype}`", base.path.is_dir()
     if base.gguf is not None:
-        types = ", ".join(GGUF_TYPES)
-        raise UsageError("GGUF has no such type", where, f"write --dtype {types}")
+        raise UsageError("GGUF has no such type", where, f"write `--dtype {GGUF_TYPES[0]}`{_others(GGUF_TYPES)}")
     table, reader = (
         (FOLDER_FORMATS, "transformers cannot read a folder")
         if folder
@@ -206,13 +210,13 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if folder and (base.components or "_class_name" in base.config):
         table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers cannot read a folder"
     if job.dtype not in table:
-        raise UsageError(f"{reader} in {job.dtype}", where, f"write --dtype {' or '.join(table)}")
+        raise UsageError(f"{reader} in {job.dtype}", where, f"write `--dtype {'` or `--dtype '.join(table)}`")
     if folder and not base.config:
         raise UsageError("a folder without config.json does not show how it is quantised", f"{base.path}: {where}",
-                         "write --dtype keep, give the file in it, or add its config.json")  # fmt: skip
+                         "write `--dtype keep`, give the file in it, or add its config.json")  # fmt: skip
     if folder and base.config.get("model_type") in NO_CONVERSION:
         raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",
-                         f"{base.path}: {where}", "write --dtype bf16")  # fmt: skip
+                         f"{base.path}: {where}", "write `--dtype bf16`")  # fmt: skip
     return table[job.dtype]
 
 

@@ -28,7 +28,7 @@ MERGE_AGAIN: Final = "merge again; if it fails again with the same inputs, repor
 
 def instead(output: Path) -> str:
     """Return what to do about a wrong side file of a finished output."""
-    return f"merge again, or take it from lora-merge replay {typed([str(output)])} -o OTHER"
+    return f"merge again, or take it from `lora-merge replay {typed([str(output)])} -o OTHER`"
 
 
 def check_folder(plan: Plan, part: Path, *, new: bool) -> None:

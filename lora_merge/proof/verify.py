@@ -32,7 +32,7 @@ from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
 from ..survival import ENOUGH, judgement, lost_in_rounding
-from ..text import Note, by_component, listed, plural, quoted
+from ..text import Message, Note, by_component, listed, plural, quoted
 from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
@@ -270,7 +270,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
     name, where = next(iter(f.wrong.items()))
     if f.cancelled:
         what = f"products of an adapter's tensors cancel: {plan.job.compute_dtype} cannot hold what is left of them"
-        fix = "compute with --compute-dtype fp64"
+        fix = "compute with `--compute-dtype fp64`"
         raise (InputError if new else VerificationFailed)(what, f"{part}: {name}, {where}", fix)
     shares = [(input_name(ref.path), f.measured(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
@@ -300,10 +300,10 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
     fix = "leave out adapters whose changes cancel each other"
     if coarse or not (chosen or merged.judged == "fp64"):
-        fix = f"merge again with --compute-dtype {'fp32' if coarse else 'fp64'}"
+        fix = f"merge again with `--compute-dtype {'fp32' if coarse else 'fp64'}`"
     if not (merged.asked and (coarse or chosen)):
         raise VerificationFailed(f"{are} not verifiable: the rounding bound is larger than the change", where, fix)
-    yield Note(f"{are} not verifiable: the rounding bound is larger than the change ({where}); {fix}")
+    yield Note(f"{are} not verifiable: the rounding bound is larger than the change ({where}); {Message(fix)}")
 
 
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..command import MERGE, Command, Request, Rows
-from ..errors import MergeError
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES
 from ..options import OPTIONS, Option
 
@@ -105,7 +103,7 @@ def _plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
     return plan_unmerge(job, cache)
 
 
-def _merging(planned: Callable[[Job, CheckpointCache], Plan]) -> dict[str, Any]:
+def _merging(make: Callable[[Request, Any], Job], planned: Callable[[Job, CheckpointCache], Plan]) -> dict[str, Any]:
     """Return the functions of a command that merges. `planned`: job, open checkpoints → plan."""
 
     def plan(job: Job, cache: CheckpointCache | None = None) -> Plan:
@@ -126,43 +124,10 @@ def _merging(planned: Callable[[Job, CheckpointCache], Plan]) -> dict[str, Any]:
 
         return downloaded(job, progress, announce)
 
-    return {"plan": plan, "run": run, "fetch": fetch, "merges": True}
+    return {"make": make, "plan": plan, "run": run, "fetch": fetch, "merges": True}
 
 
 # Adapters from adapters, or from two checkpoints.
-
-
-def _combine_job(request: Request, _: CheckpointCache | None) -> AdapterJob:
-    from ..adapters_out.job import adapter_job
-
-    return adapter_job(request)
-
-
-def _convert_job(request: Request, _: CheckpointCache | None) -> AdapterJob:
-    from ..adapters_out.job import conversion_job
-
-    return conversion_job(request)
-
-
-def _average_job(request: Request, _: CheckpointCache | None) -> AdapterJob:
-    from ..adapters_out.average import average_job
-
-    return average_job(request)
-
-
-def _extract_job(request: Request, cache: CheckpointCache | None) -> AdapterJob:
-    from ..adapters_out.job import extraction_job
-
-    job = extraction_job(request)
-    if cache is not None:
-        from ..engine.torch_preload import load_library
-
-        load_library()
-        from ..adapters_out.extract.run import with_format
-
-        with suppress(MergeError):  # the plan raises it
-            job = with_format(job, request.output, cache)
-    return job
 
 
 def _combine() -> Any:
@@ -184,13 +149,20 @@ def _average() -> Any:
 
 
 def _extract() -> Any:
+    from ..engine.torch_preload import load_library
+
+    load_library()
     from ..adapters_out.extract import run
 
     return run
 
 
 def _writing(module: Callable[[], Any]) -> dict[str, Any]:
-    """Return the functions of a command that writes an adapter. `module`: imports the one that plans and runs it."""
+    """Return the functions of a command that writes an adapter. `module`: imports the one that has them."""
+
+    def make(request: Request, cache: CheckpointCache | None) -> AdapterJob:
+        job: AdapterJob = module().make_job(request, cache)
+        return job
 
     def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
         planned: AdapterReport = module().plan(job, cache)
@@ -208,7 +180,7 @@ def _writing(module: Callable[[], Any]) -> dict[str, Any]:
 
         return downloaded(job, cache, progress, announce)
 
-    return {"plan": plan, "run": run, "fetch": fetch}
+    return {"make": make, "plan": plan, "run": run, "fetch": fetch}
 
 
 ADAPTERS, BASE = "adapters", "base"
@@ -218,32 +190,32 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
     row.name: row
     for row in (
         Command(
-            MERGE, "merged", "adapters", (BASE,), OPTIONS, _merge_job, torch="beside", effort=1.0,
-            **_merging(_plan_merge),
+            MERGE, "merged", "adapters", (BASE,), OPTIONS, torch="beside", effort=1.0,
+            **_merging(_merge_job, _plan_merge),
         ),
         Command(
             "unmerge", "unmerged", "adapters", (ADAPTERS, BASE),
             MappingProxyType({n: row for n, row in OPTIONS.items() if n != "method" and n not in PARAMETER_NAMES}),
-            _unmerge_job, torch="beside", effort=1.0, **_merging(_plan_unmerge),
+            torch="beside", effort=1.0, **_merging(_unmerge_job, _plan_unmerge),
         ),
         Command(
             "combine", "combined", "adapters", (ADAPTERS,),
             _options("rank", *_METHOD, *_FORM[1:], "format", *_ADAPTERS,
                      rank="exact", algorithm="lora", alpha="rank", format=KEEP,
                      help={"rank": "Set the rank: 32, same, energy:0.99 … [default: exact]"}),
-            _combine_job, torch="rarely", combines=True, **_writing(_combine),
+            torch="rarely", combines=True, **_writing(_combine),
         ),
         Command(
             "resize", "resized", "adapter", (ADAPTERS,),
             _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
                      help={"rank": "Set the rank: 16, energy:0.99, fro:0.9, size:50MiB …"}),
-            _combine_job, torch="beside", combines=True, cuts=True, **_writing(_combine),
+            torch="beside", combines=True, cuts=True, **_writing(_combine),
         ),
         Command(
             "convert", "converted", "adapter", (ADAPTERS,),
             _options("to", *_FORM, *_ADAPTERS, to=KEEP, algorithm=KEEP, alpha=KEEP, recorded=("alpha",),
                      help={"rank": "Bring every module to LoRA at this rank."}),
-            _convert_job, torch="rarely", **_writing(_convert),
+            torch="rarely", **_writing(_convert),
         ),
         Command(
             "average", "averaged", "snapshots", (ADAPTERS,),
@@ -251,14 +223,14 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
                      *_ADAPTERS[1:], rank="same", space="delta", alpha="rank", format=KEEP, recorded=("rank",),
                      help={"weights": "Weight the snapshots: 0.7,0.3. [default: equal]",
                            "rank": "Set the rank. [default: same as the snapshots]"}),
-            _average_job, torch="beside", combines=True, **_writing(_average),
+            torch="beside", combines=True, **_writing(_average),
         ),
         Command(
             "extract", "extracted", "checkpoints", (ADAPTERS, BASE),
             _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
                      factor=-1, format="auto", recorded=("rank",),
                      help={"rank": "Set the rank: 32, energy:0.99, noise … [default: 32]"}),
-            _extract_job, torch="first", effort=2.5, **_writing(_extract),
+            torch="first", effort=2.5, **_writing(_extract),
         ),
     )
 })  # fmt: skip

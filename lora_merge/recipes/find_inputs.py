@@ -64,7 +64,7 @@ class _Present:
         tops = list(folders)
         for top in tops:
             if not top.is_dir():
-                raise UsageError("no such folder", f"--search {top}", "name a folder that is there, or leave it out")
+                raise UsageError("no such folder", f"`--search {top}`", "name a folder that is there, or leave it out")
         self._paths: list[Path] = []
         self._more = _walk(tops)
 

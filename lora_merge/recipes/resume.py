@@ -90,7 +90,7 @@ def _is_complete(job: Job, other: Callable[[Path], str], names: Sequence[str] | 
         wrong = other(output)
     if wrong and not job.overwrite and (sink_of(job.output) is None or is_taken(job.output, names)):
         raise UsageError(f"the output exists and {wrong}", str(job.output),
-                         "choose another -o, or give --overwrite")  # fmt: skip
+                         "choose another -o, or give `--overwrite`")  # fmt: skip
     return not wrong
 
 

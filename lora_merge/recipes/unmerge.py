@@ -56,7 +56,9 @@ def unmerge_job(
         job = make_job(merged, adapters, output, **options, **recorded)
     if job.method != SUM:
         raise FitError(
-            f"--method {job.method} cannot be undone", f"--method {job.method}", "take the base from before the merge"
+            f"`--method {job.method}` cannot be undone",
+            f"`--method {job.method}`",
+            "take the base from before the merge",
         )
     return replace(job, adapters=tuple(replace(a, strength=-a.strength) for a in job.adapters))
 
@@ -100,10 +102,10 @@ def _recorded_options(recorded: Iterable[str], merged: Path) -> Iterator[None]:
 def _expect_sum(recipe: Recipe, merged: Path) -> None:
     """Raise FitError for a merge that is no sum, or that may have cut numbers."""
     if (method := recipe.options.get("method", SUM)) != SUM:
-        raise FitError(f"the merge used --method {method}, which cannot be undone", str(merged), _instead(recipe))
+        raise FitError(f"the merge used `--method {method}`, which cannot be undone", str(merged), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
-            "the merge may have cut values that are too large for the dtype (--on-overflow saturate): nothing "
+            "the merge may have cut values that are too large for the dtype (`--on-overflow saturate`): nothing "
             "restores them",
             str(merged), _instead(recipe),
         )  # fmt: skip

@@ -99,7 +99,7 @@ def write(f: IO[bytes], data: bytes | memoryview, target: Path) -> None:
         f.write(data)
     except OSError as e:
         raise ResourceError(f"the download cannot be written: {e.strerror}", str(target),
-                            "remove files, or give --cache a folder on another disk") from e  # fmt: skip
+                            "remove files, or name a folder on another disk with --cache") from e  # fmt: skip
 
 
 def require_room(folder: Path, needed: int) -> None:

@@ -238,7 +238,7 @@ def _taken(state: State, names: Iterable[str]) -> list[str]:
 
 def _exists(address: Address, taken: Sequence[str]) -> UsageError:
     return UsageError("the output exists", f"{address}: {listed(taken)}",
-                      "choose another repository, branch or name, or give --overwrite")  # fmt: skip
+                      "choose another repository, branch or name, or give `--overwrite`")  # fmt: skip
 
 
 def _require_owner(api: Any, address: Address) -> None:

@@ -30,7 +30,7 @@ def stage(address: Address) -> Path:
     """
     if is_offline():
         raise UsageError("network access is switched off, but the output is on another machine", str(address),
-                         f"unset {switches()}, or write a file here with -o NAME")  # fmt: skip
+                         f"unset {switches()}, or write a file here with `-o NAME`")  # fmt: skip
     return upload_path(address, outbox(Store.of_user()))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from ..adapter_arguments import factors_by_part
 from ..adapters_out.dialects import names as dialects
 from ..batch.short_form import jobs_text
 from ..batch.templates import literal
@@ -259,11 +260,16 @@ def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: 
         table["strength"] = strength
     parts = {
         str(part): str(factor) if part == BLOCK_WEIGHTS else _number(factor, f"strength for {part} of adapter {place}")
-        for part, factor in (values.get("strength_for") or {}).items()
+        for part, factor in _factors(values).items()
     }
     if form.parts and parts:
         table["strength_for"] = parts
     return {"path": path, **table} if table else path
+
+
+def _factors(adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """Return part → factor of an adapter: those of its sliders, and those that are typed into one field."""
+    return {**(adapter.get("strength_for") or {}), **dict(factors_by_part(str(adapter.get("parts") or "")))}
 
 
 def _number(value: Any, where: str) -> float:
@@ -302,7 +308,7 @@ def place_of(where: str, values: Mapping[str, Any], library: Library) -> str:
     # Strengths are parts of their adapter.
     if strength := STRENGTH.fullmatch(where):
         words = {*re.split(r"[\s,:{}]+", where)}
-        parts = (n for n, a in enumerate(adapters) if words.intersection(a.get("strength_for") or ()))
+        parts = (n for n, adapter in enumerate(adapters) if words.intersection(_factors(adapter)))
         return f"adapters.{int(strength[1]) - 1 if strength[1] else next(parts, 0)}"
     # The output, which may be where an input is; else the longest path.
     if (name := str(values.get("output") or "")) and (where == name or str(library.output / name) in where):
@@ -310,8 +316,8 @@ def place_of(where: str, values: Mapping[str, Any], library: Library) -> str:
     paths = {"product": values.get("product"), "base": values.get("base")}
     paths |= {f"adapters.{n}": adapter.get("path") for n, adapter in enumerate(adapters)}
     paths |= {n: (values.get("options") or {}).get(n) for n, row in form.options.items() if row.kind in PATHS}
-    named = [place for place, path in paths.items() if path and str(path) in where]
-    return max(named, default="", key=lambda place: len(paths[place]))
+    lengths = {place: len(str(path)) for place, path in paths.items() if path and str(path) in where}
+    return max(lengths, default="", key=lambda place: lengths[place])
 
 
 # A job as other forms of itself.

@@ -210,9 +210,10 @@ function suggestion() {
   const first = { merge: state.base, unmerge: state.base, replay: state.product }[form.command] ?? (form.product || form.least === 0 ? "" : adapters[0]);
   if (!first) return "";
   const root = state.output.replace(/[\\/]$/, "");
-  const inside = first.startsWith(`${root}/`) || first.startsWith(`${root}\\`);
-  const folder = inside ? first.slice(root.length + 1, first.length - nameOf(first).length) : "";
-  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.map(stem).join("+"), unmerge: `${stem(first)}-without`, extract: `${stem(adapters[0] || "")}-lora`, replay: `${stem(first)}-again` };
+  const lora = form.command === "extract" ? state.entries.find((entry) => entry.kinds.join() === "adapter" && entry.path.endsWith(entry.label)) : null;
+  const near = lora ? lora.path.slice(0, -lora.label.length) : first.slice(0, first.length - nameOf(first).length);
+  const folder = near.startsWith(`${root}/`) || near.startsWith(`${root}\\`) ? near.slice(root.length + 1) : "";
+  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.length > 1 ? adapters.map(stem).join("+") : "", unmerge: `${stem(first)}-without`, extract: `${stem(adapters[0] || "")}-lora`, replay: `${stem(first)}-again` };
   return folder + (names[form.command] || `${stem(first)}-${form.command}${form.command.endsWith("e") ? "d" : "ed"}`).slice(0, 150);
 }
 
@@ -231,12 +232,8 @@ function values() {
       for (const [part, factor] of Object.entries(adapter.parts)) if (factor !== 1) parts[part] = factor;
       if (adapter.preset === "*") parts.lbw = adapter.order.map((block) => adapter.blocks[block] ?? 1).join(",");
       else if (adapter.preset) parts.lbw = adapter.preset;
-      for (const piece of adapter.others.split(/[,;\s]+(?=[^,;\s=]+=)/).filter((text) => text.trim())) {
-        const at = piece.lastIndexOf("=");
-        parts[(at < 0 ? piece : piece.slice(0, at)).trim()] = at < 0 ? "" : piece.slice(at + 1).trim().replace(/[,;]$/, "");
-      }
     }
-    return { path: adapter.path, strength: adapter.strength, strength_for: parts };
+    return { path: adapter.path, strength: adapter.strength, strength_for: parts, parts: state.form.parts ? adapter.others : "" };
   });
   const names = new Set(state.form.options.filter(taken).map((option) => option.name));
   const options = Object.fromEntries(Object.entries(state.options).filter(([name]) => names.has(name)));
@@ -301,7 +298,7 @@ function showPlan(preview, filled) {
   const plan = byId("plan");
   const disk = preview.plan?.disk;
   const full = disk && !disk.enough ? { what: "the disk is too full", where: `${size(disk.needed)} are written, ${size(disk.free)} are free`, fix: "delete files there, or start the page with another --output-folder" } : null;
-  const error = preview.error || preview.plan?.error || full;
+  const error = preview.error || full;
   const bare = error && state.form.places > 0 && !filled.adapters.some((adapter) => adapter.path);
   const empty = missing() || (bare ? state.form.inputs : "");
   byId("run").disabled = Boolean(empty || error);
@@ -346,9 +343,10 @@ function showRemarks() {
     const file = rowOf(paths[place]);
     const error = file?.error || (state.error && place === state.preview.at ? state.error : null);
     const fit = file?.fits ? `fits: ${file.matched} of ${file.total} modules match` : file?.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : file?.why || "";
-    const text = error ? error.what : fit;
-    if (slot.dataset.text === text) continue; // announced once
+    const text = error ? JSON.stringify(error) : fit;
+    if ((slot.dataset.text || "") === text) continue; // announced once
     slot.dataset.text = text;
+    slot.previousElementSibling.setAttribute("aria-invalid", String(Boolean(error)));
     slot.replaceChildren(...(error ? [errorBox(error)] : fit ? [h("p", { class: file.fits ? "good" : file.matched ? "warn" : "bad" }, fit)] : []));
     if (error && slot.closest("details")) slot.closest("details").open = true;
   }
@@ -494,14 +492,14 @@ function select(command) {
   }
   state.form = state.forms[command];
   state.named = false;
+  state.error = null;
   for (const button of byId("commands").children) button.setAttribute("aria-current", String(button.dataset.command === command));
   // Files that the lists of this form do not offer are put aside for the next one that does.
   const every = [...state.adapters, ...state.aside].filter((adapter) => adapter.path);
   const fits = (adapter) => state.entries.some((entry) => entry.path === adapter.path && offered(entry, state.form.of));
   state.adapters = every.filter(fits);
   state.aside = every.filter((adapter) => !fits(adapter));
-  state.options = Object.fromEntries(Object.entries(state.options).filter(([name]) => state.form.options.some((option) => option.name === name)));
-  if (state.options.method && !state.form.methods[state.options.method]) delete state.options.method;
+  state.options = state.form.filled ??= {}; // each form has options of its own
   draw();
 }
 

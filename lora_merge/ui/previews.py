@@ -108,16 +108,17 @@ class Previews:
                 result |= {"plan": {**plan, **self.queue.times(plan["effort"])}}
         except MergeError as e:
             result["error"] = error_dict(e)
-        error = result.get("error") or result.get("plan", {}).get("error")
-        return result | ({"at": place_of(error["where"], values, self.library)} if error else {})
+        if error := result.get("error") or result.get("plan", {}).get("error"):
+            result |= {"error": error, "at": place_of(error["where"], values, self.library)}
+        return result
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a filled form into the queue; MergeError if it cannot run."""
-        job, overwrite = entry(values, self.library), bool(values.get("overwrite"))
-        plan = self._plan(job, overwrite=overwrite) or {"error": None, "effort": 0}
-        if plan["error"] is not None:
-            return {"error": plan["error"]}
-        return {"number": self.queue.add(job, overwrite=overwrite, effort=plan["effort"]).number}
+        """Put a filled form into the queue and return the `number` of its run; what `preview` does if it cannot run."""
+        preview, overwrite = self.preview(values), bool(values.get("overwrite"))
+        if "error" in preview:
+            return preview
+        effort = preview.get("plan", {}).get("effort", 0)
+        return {"number": self.queue.add(entry(values, self.library), overwrite=overwrite, effort=effort).number}
 
     def parts(self, path: str) -> dict[str, Any]:
         """Return parts, blocks and presets of a base."""
@@ -136,6 +137,8 @@ class Previews:
         if by_recipe(job):
             return self._plan_by_recipe(job, overwrite=overwrite)
         if not in_jobs_file(job):
+            for path in job["adapters"] if job["command"] == "inspect" and "base" in job else ():
+                self._facts(self._state(job["base"]), self._state(path))  # fails for a model, which is no adapter
             return {}
         try:
             with self._turn:

@@ -47,7 +47,7 @@ def compare(  # noqa: PLR0913  # two for pages and progress
         raise _of_two_kinds((b, second), a) if kinds[0] else _of_two_kinds((a, first), b)
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
     if not all(kinds) and base is not None:
-        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
+        raise UsageError("a base is given for two models", f"`--base {base}`", "leave it out")
     bases = [] if base is None else [base]
     if downloads([a, b, *bases], []) and (all(kinds) or _share_tensors(first, second)):
         places = downloaded_paths([a, b, *bases], progress=progress, announce=announce)
@@ -71,7 +71,7 @@ def _of_two_kinds(other: tuple[Path, Index], adapter: Path) -> UsageError:
     what = (
         "an adapter and a model cannot be compared" if is_model else f"an adapter and {lookup.what} cannot be compared"
     )
-    look = "use lora-merge inspect BASE ADAPTER; or " * is_model
+    look = "use `lora-merge inspect BASE ADAPTER`; or " * is_model
     return UsageError(what, f"{adapter} and {path}", look + of_two)
 
 

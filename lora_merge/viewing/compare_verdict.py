@@ -115,7 +115,7 @@ def adapter_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
                 "No module has the same name in both. If they are for the same model, compare them with --base MODEL."
             )
             return _verdict("unknown", "warning", text)
-        first, other = ("an unknown model" if model == "unknown" else model for model in (a, b))
+        first, other = map(_with_article, (a, b))
         text = f"Different models: A is for {first}, B for {other}; no module is in both."
         return _verdict("different models", "bad", text)
     if result.get("identical"):
@@ -123,6 +123,13 @@ def adapter_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
     if total["cosine"] is None:
         return _verdict("unknown", "warning", "Too little can be compared for a verdict.")
     return _contained(result) or _common(result)
+
+
+def _with_article(model: str) -> str:
+    """Return "a transformers language model" for a kind of model, the name of a model as it is."""
+    if model == "unknown":
+        return "an unknown model"
+    return f"a {model}" if model[:1].islower() else model
 
 
 def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:

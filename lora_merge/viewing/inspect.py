@@ -72,7 +72,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     if ref is not None:
         if of_adapter:
             raise UsageError(
-                "two adapters are given without a base", str(path), "use lora-merge compare A B, or name a base first"
+                "two adapters are given without a base", str(path), "use `lora-merge compare A B`, or name a base first"
             )
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..models.blocks import CURVES, FLUX_ALL, PRESETS, blocks
+from ..paths import typed
 from ..planning.checkpoint_cache import CheckpointCache
 from .inspect import is_adapter
 from .json_schemas import schema
@@ -23,7 +24,7 @@ def parts_of(path: Path, opened: CheckpointCache | None = None) -> dict[str, Any
     opened = opened or CheckpointCache()
     index = opened.index(path, adapter=False)
     if is_adapter(index):
-        fix = f"name the base; lora-merge inspect {path.name} shows what the adapter changes"
+        fix = f"name the base; `lora-merge inspect {typed([path.name])}` shows what the adapter changes"
         raise UsageError("an adapter, and parts are those of a base", str(path), fix)
     lookup = opened.names(path)
     model_blocks = blocks(lookup)

@@ -114,6 +114,26 @@ def test_mistakes_are_reported_with_their_place(what: str, files: Path) -> None:
     assert "jobs.json:1 (jobs[0]" in failure.value.where
 
 
+PARTS: list[tuple[str, str, Any, Any]] = [
+    *((command, name, ["unet", "te"], ["unet"]) for command in ("combine", "convert") for name in ("include", "exclude")),
+    *((command, "strength_for", {"unet": 0.5, "te": 0.2}, {"unet": 0.5}) for command in ("merge", "unmerge", "combine")),
+    ("resize", "rank_for", {"unet": 2, "te": 3}, {"unet": 2}), ("merge", "keep_precision", ["unet", "te"], ["unet"]),
+]  # fmt: skip
+"""Command, option, parts of the model, those without the second."""
+
+
+@pytest.mark.parametrize(("command", "name", "parts", "left"), PARTS)
+def test_job_without_a_part_of_the_defaults_is_the_job_of_a_file_without_it(
+    command: str, name: str, parts: Any, left: Any, files: Path
+) -> None:
+    job: dict[str, Any] = {"command": command, "adapters": [str(files / "a.safetensors")], "output": "o.safetensors"}
+    job |= {"rank": 4} if command == "resize" else {"base": str(files / "base.safetensors")}
+    (whole,), (other,) = (load_jobs(batch(files, job, **{name: some})) for some in (parts, left))
+    short = whole.without(f"--{name.replace('_', '-')}", "te")
+    assert short.checked == other.checked != whole.checked and short.usual == other.usual
+    assert pickle.loads(pickle.dumps(short)) == short
+
+
 def test_input_that_another_job_makes_is_refused(files: Path) -> None:
     first = {"command": "combine", "output": "c.safetensors"}
     second = {"command": "resize", "adapters": [str(files / "c.safetensors")], "rank": 2, "output": "r.safetensors"}

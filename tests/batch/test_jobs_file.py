@@ -45,22 +45,22 @@ def refused(folder: Path, text: str, kind: type[MergeError] = UsageError) -> str
 
 
 @pytest.mark.parametrize(("told", "right"), [
-    ("or leave them out with --unmatched skip", "or leave them out with unmatched: skip"),
-    ("leave it out with --strength-for re:NAME=0", "leave it out with strength_for: {re:NAME: 0}"),
-    ("leave it out with --exclude re:REGEX, or drop it", "leave it out with exclude: [re:REGEX], or drop it"),
-    ("state it with --setting lora_alpha=VALUE", "state it with setting: {lora_alpha: VALUE}"),
-    ("give --rank, such as 32, or --algorithm full", "give rank, such as 32, or algorithm: full"),
-    ("choose another -o, or give --overwrite", "choose another output, or give --overwrite"),
+    ("or leave them out with `--unmatched skip`", "or leave them out with unmatched: skip"),
+    ("leave it out with `--strength-for re:NAME=0`", "leave it out with strength_for: {re:NAME: 0}"),
+    ("leave it out with `--exclude re:REGEX`, or drop it", "leave it out with exclude: [re:REGEX], or drop it"),
+    ("state it with `--setting lora_alpha=VALUE`", "state it with setting: {lora_alpha: VALUE}"),
+    ("give --rank, such as 32, or `--algorithm full`", "give rank, such as 32, or algorithm: full"),
+    ("choose another -o, or give `--overwrite`", "choose another output, or give --overwrite"),
     ("choose another -o", "choose another output"),
-    (r"leave that out: --exclude 're:^a\.(1|2)$'", r"leave that out: exclude: ['re:^a\.(1|2)$']"),
-    (r"or --strength-for 're:^a\.b$=0'", r"or strength_for: {'re:^a\.b$': 0}"),
-    (r'or --strength-for "re:^a\.b$=0"', r"or strength_for: {'re:^a\.b$': 0}"),
-    ("name a folder: -o a/b", "name a folder: output: a/b"),
-    ("write a folder with --format peft -o FOLDER", "write a folder with format: peft, output: FOLDER"),
-    ("write --dtype bf16 or fp32, or change --keep-precision", "write dtype: bf16 or fp32, or change keep_precision"),
-    ("--strength-for lbw=1,2, at x", "strength_for: {lbw: 1,2}, at x"),
+    (r"leave that out: `--exclude 're:^a\.(1|2)$'`", r"leave that out: exclude: ['re:^a\.(1|2)$']"),
+    (r"or `--strength-for 're:^a\.b$=0'`", r"or strength_for: {'re:^a\.b$': 0}"),
+    (r'or `--strength-for "re:^a\.b$=0"`', r"or strength_for: {'re:^a\.b$': 0}"),
+    ("name a folder: `-o a/b`", "name a folder: output: a/b"),
+    ("write a folder with `--format peft -o FOLDER`", "write a folder with format: peft, output: FOLDER"),
+    ("write `--dtype bf16` or `--dtype fp32`, or change --keep-precision", "write dtype: bf16 or dtype: fp32, or change keep_precision"),
+    ("`--strength-for lbw=1,2`, at x", "strength_for: {lbw: 1,2}, at x"),
     ("hf download a --local-dir b; else check", "hf download a --local-dir b; else check"),
-    ("lora-merge extract BASE TUNED --rank 8; or --rank 8", "lora-merge extract BASE TUNED --rank 8; or rank: 8"),
+    ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "`lora-merge extract BASE TUNED --rank 8`; or rank: 8"),
 ])  # fmt: skip
 def test_options_in_a_message_are_those_of_a_jobs_file(told: str, right: str) -> None:
     """Commands stay as they are typed."""
@@ -81,7 +81,7 @@ def test_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word
     text = f"version: 1\ndefaults: {{{word}: 0.5}}\njobs: [{{base: b, adapters: [a], output: o}}]\n"
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
-    assert caught.value.fix == "write it after the adapter: style.safetensors:0.5"
+    assert caught.value.fix == "write it after the adapter: a:0.5"
 
 
 def test_file_of_the_contract(tmp_path: Path) -> None:

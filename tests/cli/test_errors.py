@@ -110,7 +110,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("extract base.safetensors", 2, "missing argument 'TUNED'", "write lora-merge extract base.safetensors TUNED"),
     ("resize lora.safetensors", 2, "missing option '--rank'", "write lora-merge resize lora.safetensors --rank 16"),
     ("base.safetensors lora.safetensors -o -", 2, "the output is a file, not a stream", "-o merged.safetensors"),
-    ("base.safetensors zzz.safetensors", 3, "file not found", "its folder has base.safetensors"),
+    ("base.safetensors zzz.safetensors", 3, "file not found", "its folder has ink.safetensors, lora.safetensors"),
     ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path: there is no folder none in "),
     ("base.safetensors none/*.safetensors", 2, "no file matches none/*.safetensors", "check the folder: there is no none here"),
     ("base.safetensors lora.safetensors:high", 2, "neither a strength nor a part", "write lora.safetensors:0.8"),
@@ -120,7 +120,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "name a LoRA or another adapter\n"),
-    ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: style.safetensors:1\n"),
+    ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: lora.safetensors:1\n"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output collides with the output of another job", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
@@ -214,5 +214,6 @@ def test_change_below_the_precision_of_the_output_is_a_warning(run: Run) -> None
 def test_device_that_is_not_here_says_why(run: Run) -> None:
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         pytest.skip("this torch has CUDA")
-    assert "a build without CUDA" in run("base.safetensors", "lora.safetensors", "--device", "cuda")[1]
+    text = run("base.safetensors", "lora.safetensors", "--device", "gpu")[1]
+    assert "where: --device cuda, or gpu: this torch" in text and "a build without CUDA" in text
     assert "without CUDA" not in run("base.safetensors", "lora.safetensors", "-o", "a.safetensors")[1]

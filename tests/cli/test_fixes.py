@@ -20,7 +20,7 @@ from lora_merge.adapter_arguments import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
 from lora_merge.cli.compat import FOREIGN_OPTIONS
 from lora_merge.models.part_factors import or_leave_out
-from lora_merge.text import expression
+from lora_merge.text import CODE, Message, expression
 from tests.kit import gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
@@ -30,12 +30,25 @@ from tests.kit.flux import flux, of_flux
 from tests.kit.models import TE, sd1
 from tests.kit.readme import ROOT
 from tests.kit.tensors import Tensors, rand
-from tests.kit.typed_fixes import CHOSEN, OURS, Failure, commands, expect_typed, pattern, scene, taken_down, typed, ways
+from tests.kit.typed_fixes import (
+    CHOSEN,
+    OPTION,
+    OTHERS,
+    OURS,
+    Failure,
+    commands,
+    expect_typed,
+    pattern,
+    scene,
+    taken_down,
+    typed,
+    ways,
+)
 
 
 @pytest.fixture(scope="module")
 def texts(hooks: ModuleType) -> set[str]:
-    """What the code can print as a fix; not what it passes on from another message."""
+    """What the code can print as a fix, as it is written; not what it passes on from another message."""
     kinds = frozenset(n for n, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception))
     calls = [found for path in sorted((ROOT / "lora_merge").rglob("*.py")) for found in hooks.made(path, kinds)]
     found = {text for _, call, known in calls if len(call.args) == 3 for text in hooks.texts(call.args[2], known)}
@@ -44,7 +57,7 @@ def texts(hooks: ModuleType) -> set[str]:
 
 
 def test_fixes_with_an_option_or_a_command_have_a_row(texts: set[str]) -> None:
-    ours = {text for text in texts if OURS.search(text)}
+    ours = {str(Message(text)) for text in texts if OURS.search(text)}
     listed = [*TYPED, *SCENES, *(text for rows in UNTYPED.values() for text in rows)]
     ours -= {f"{text}; …" for text in FOREIGN_OPTIONS.values()}  # see the test of these
     assert sorted(ours) == sorted(listed)
@@ -56,7 +69,7 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
     known, left = commands()["batch"].params, set[str]()
     for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}:
         text = re.sub(r"(--[a-z-]+) …\w*", lambda found: f"{found[1]} {CHOSEN.get(found[1], 'x')}", text)
-        said = in_jobs_file(re.sub(r"lora-merge [^;]*", "", text))
+        said = in_jobs_file(re.sub(r"`lora-merge [^`]*`", "", text.replace("`…", "`")))
         left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)} - {o for p in known for o in p.opts}
         for name, value in field.findall(said) if said != text else ():
             words = {name: yaml.safe_load(CHOSEN.get(value, value.replace("…", "x")))}
@@ -68,9 +81,21 @@ def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
     """What is left of options belongs to the command line alone, and to other programs."""
     left = set[str]()
     for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}:
-        said = in_python(re.sub(r"lora-merge [^;]*", "", text))
+        said = in_python(re.sub(r"`lora-merge [^`]*`", "", text))
         left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)}
     assert left == {"--head", "--json", "-s"}
+
+
+def test_options_with_values_are_written_as_code(hooks: ModuleType, texts: set[str]) -> None:
+    """In backticks, by which the command line, jobs files and Python find them."""
+    plain = {CODE.sub("", text) for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}}
+    left = {match[0] for text in plain for match in OPTION.finditer(OTHERS.sub("", text)) if match["value"]}
+    assert left == set()
+
+
+def test_remarks_have_no_code(hooks: ModuleType) -> None:
+    """They are printed as they are written."""
+    assert not [text for text in hooks.notes() if CODE.search(text)]
 
 
 def test_fixes_by_hand_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
@@ -115,7 +140,7 @@ SCENES: Final[dict[str, str]] = {
     "name a folder with -o": "FOLDER A -o wrong.yaml",
     "see lora-merge help …": "extract BASE --strange x",
     "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module, if it multiplies the change, or … if it does not": "SMALL SCALED -o x.safetensors",
-    "write --dtype fp32 or bf16": "combine A:1e9 --base BASE --dtype fp16 --algorithm full -o x.safetensors",
+    "write --dtype fp32 or --dtype bf16": "combine A:1e9 --base BASE --dtype fp16 --algorithm full -o x.safetensors",
     "…; or leave out what does not fit: --strength-for …": "BASE WIDE -o x.safetensors",
     "store whole matrices: --algorithm full": "combine STACK --base STACKED --rank 2 -o x.safetensors",
     "correct the layouts in the map, or leave --map out": "BASE A --map names.yaml -o x.safetensors",
@@ -330,7 +355,7 @@ def test_text_of_the_code_is_that_of_the_message() -> None:
 
 def test_names_are_left_out_by_what_is_printed() -> None:
     keys = [f"model.layers.{n}.mlp.experts.gate_up_proj" for n in (3, 12)]
-    option = or_leave_out("", keys).removeprefix(", or leave that out: ")
+    option = Message(or_leave_out("", keys)).removeprefix(", or leave that out: ")
     assert option == "--exclude 're:^model\\.layers\\.(3|12)\\.mlp\\.experts\\.gate_up_proj$'"
     named = re.compile(option.split("'")[1].removeprefix("re:"))
     assert [bool(named.search(f"model.layers.{n}.mlp.experts.gate_up_proj")) for n in (3, 12, 4)] == [True, True, False]
@@ -341,6 +366,6 @@ def test_names_are_left_out_by_what_is_printed() -> None:
 
 
 def test_both_of_two_values_are_quoted_in_python() -> None:
-    text = "write --dtype bf16 or fp32, or round with --rounding stochastic"
-    assert in_python(text) == 'write dtype="bf16" or "fp32", or round with rounding="stochastic"'
-    assert in_jobs_file(text) == "write dtype: bf16 or fp32, or round with rounding: stochastic"
+    text = "write `--dtype bf16` or `--dtype fp32`, or round with `--rounding stochastic`"
+    assert in_python(text) == 'write dtype="bf16" or dtype="fp32", or round with rounding="stochastic"'
+    assert in_jobs_file(text) == "write dtype: bf16 or dtype: fp32, or round with rounding: stochastic"

@@ -19,7 +19,8 @@ from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
-from tests.kit import command_line
+from lora_merge.planning import checkpoint_cache
+from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import load, save
@@ -266,6 +267,7 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
         (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),
         (["resize", "--hlep"], "--help"),
         (["batch", "loras"], "name a file in it"),
+        (["comfyui", "install"], "write lora-merge comfyui install PATH; see lora-merge help comfyui"),
     ],
 )
 def test_slip_is_answered_with_what_to_type(run: Run, words: list[str], fix: str) -> None:
@@ -616,15 +618,15 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("text", "right"), [
-    ("or leave them out with --unmatched skip", 'or leave them out with unmatched="skip"'),
-    ("leave it out with --strength-for re:NAME=0", 'leave it out with strength_for={"re:NAME": 0}'),
-    ("state it with --setting lora_alpha=VALUE", 'state it with setting={"lora_alpha": VALUE}'),
-    ("give --rank, such as 32, or --algorithm full", 'give rank, such as 32, or algorithm="full"'),
-    ("choose another -o, or give --overwrite", "choose another output, or give overwrite=True"),
+    ("or leave them out with `--unmatched skip`", 'or leave them out with unmatched="skip"'),
+    ("leave it out with `--strength-for re:NAME=0`", 'leave it out with strength_for={"re:NAME": 0}'),
+    ("state it with `--setting lora_alpha=VALUE`", 'state it with setting={"lora_alpha": VALUE}'),
+    ("give --rank, such as 32, or `--algorithm full`", 'give rank, such as 32, or algorithm="full"'),
+    ("choose another -o, or give `--overwrite`", "choose another output, or give overwrite=True"),
     ("--keep-precision is for a --dtype that quantises", "keep_precision is for a dtype that quantises"),
-    ("give the base model of the training: --base MODEL", "give the base model of the training: base=MODEL"),
+    ("give the base model of the training: `--base MODEL`", "give the base model of the training: base=MODEL"),
     ("--strength must be a list", "strength must be a list"), ("use --no-verify", "use verify=False"),
-    ("lora-merge extract BASE TUNED --rank 8; or --rank 8", "lora-merge extract BASE TUNED --rank 8; or rank=8"),
+    ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "`lora-merge extract BASE TUNED --rank 8`; or rank=8"),
 ])  # fmt: skip
 def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> None:
     """Commands stay as they are typed."""
@@ -634,6 +636,11 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
 @pytest.mark.parametrize(("words", "right"), [
     ("base lroa:0.8,te=0 --dry-run", "did you mean lora.safetensors, loras? write lora-merge base lora.safetensors:0.8,te=0 --dry-run"),
     ("base lora --dtype=bf61", "use bf16; write lora-merge base lora --dtype=bf16"),
+    ("base lora --dtype bf17", "use bf16; write lora-merge base lora --dtype bf16"), ("base lora --dtype 16", "use one of fp16, bf16"),
+    ("base lora --strength-for te 0", "write --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
+    ("resize lora 4", "write lora-merge resize lora --rank 4; see lora-merge help resize"),
+    ("base lora --save-dtype fp16", "write lora-merge base lora --dtype fp16"), ("base lora --use-safetensors", "write lora-merge base lora"),
+    ("base lora --lora-alpha 8", "use --setting lora_alpha=16, the alpha of the training"),
     ("base lora --dytpe bf16", "did you mean --dtype? see lora-merge help merge; write lora-merge base lora --dtype bf16"),
     ("base lora --roundnig=nearest", "did you mean --rounding? see lora-merge help merge; write lora-merge base lora --rounding=nearest"),
     ("resize lora --rank 0.9", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
@@ -652,7 +659,10 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("combine base lora -o x", "name a LoRA or another adapter; to merge one into this model: lora-merge base lora"),
     ("resize base --rank 2", "name a LoRA or another adapter"),
     ("base:0.5 lora", "name the base first: lora-merge base lora"),
-    ("base", "name an adapter; write lora-merge base ADAPTER:0.8"),
+    ("base", "name an adapter; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
+    ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
+    ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
+    ("base lora --max-memory 4", "write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
     ("average -s 0.7 -s 0.3 lora loras/ink", "write lora-merge average lora loras/ink --weights 0.7,0.3"),
     ("resize lora --new_rank 16 --dynamic_method sv_fro --dynamic_param 0.9 --save_to y",
@@ -670,9 +680,43 @@ def test_fix_is_the_corrected_line(run: Run, words: str, right: str) -> None:
     assert json.loads(run(*words.split(), "--json")[1].splitlines()[-1])["error"]["fix"].startswith(right[:20])
 
 
+def test_weights_of_snapshots_are_answered_at_once_in_python(run: Run) -> None:
+    """A strength in the path, and a list of strengths."""
+    for adapters, options in ((["lora:0.7", "loras/ink"], {}), (["lora", "loras/ink"], {"strengths": [0.7, 1]})):
+        with pytest.raises(lora_merge.MergeError) as e:
+            lora_merge.average(adapters, "p.safetensors", **options)  # type: ignore[arg-type]
+        assert e.value.fix == "write weights=[0.7,1]"
+
+
 def test_corrected_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
-    """The base is the file that is most like the missing adapter: no line says to merge it into itself."""
-    assert run("base", "bose", "--dry-run")[2].endswith("fix:   did you mean base.safetensors?\n")
+    """The other adapter is the file that is most like the missing one: no line says to merge it twice."""
+    assert run("base", "lora", "lara", "--dry-run")[2].endswith("fix:   did you mean lora.safetensors, loras?\n")
+
+
+def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
+    """A base for an adapter, an adapter or an embedding for a base; what cannot be read in time counts as both."""
+    save({"emb_params": rand(4, 8)}, Path("lorax.safetensors"))
+    assert run("lorb.safetensors", "lora")[2].endswith("fix:   check the path; its folder has base.safetensors\n")
+    assert run("base", "bose")[2].endswith("fix:   check the path; its folder has lora.safetensors\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_cache, "LOOK_SECONDS", 0.0)
+        assert "base.safetensors" in run("base", "bose")[2].partition("fix:")[2]
+
+
+def test_each_of_two_ways_of_a_fix_is_a_line(run: Run) -> None:
+    """A name for the format, or a format for the name."""
+    at = "single_blocks.0.linear2"
+    gguf_files.write(
+        Path("flux.gguf"), "flux", {f"{name}.weight": (rand(32, 32).numpy(), "F16") for name in (at, "img_in")}
+    )
+    save({f"{at}.lora_A.weight": rand(2, 32), f"{at}.lora_B.weight": rand(32, 2)}, Path("style.safetensors"))
+    lines = (
+        run("flux.gguf", "style", "-o", "x.safetensors")[2]
+        .partition("; write lora-merge ")[2]
+        .split("; or lora-merge ")
+    )
+    assert lines == ["flux.gguf style -o x.gguf", "flux.gguf style -o x.safetensors --dtype bf16\n"]
+    assert [run(*line.split())[0] for line in lines] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["PEFT", "Kohya", "ComfyUI", "a1111", "AI_Toolkit", "Forge"])

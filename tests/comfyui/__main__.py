@@ -38,7 +38,7 @@ window.app.canvas.ds.reset(); window.app.canvas.setDirty(true, true)
 
 def main() -> None:
     """Run a bake on the page of ComfyUI itself."""
-    with TemporaryDirectory() as home:
+    with TemporaryDirectory(prefix="ComfyUI-") as home:
         folder = Path(home)
         installed(folder)
         save(sd1(), folder / "models/checkpoints/base.safetensors")

@@ -20,6 +20,9 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
+    "write --max-memory …MiB or more":
+        "tests/cli/test_habits.py::test_fix_is_the_corrected_line[base lora --max-memory 4-write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB]",
+    "write --weights …": "tests/cli/test_habits.py::test_weights_of_snapshots_are_answered_at_once_in_python",
     "write --rank 32, or choose the format kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
@@ -32,7 +35,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file lacks]",
     "leave it out, or average changes: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
-    "leave it out, or write --dtype …":
+    "leave it out, or write --dtype ……":
         "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "leave it out; adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base + lora-leave it out]",
@@ -72,7 +75,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_quantised.py::test_dtype_other_than_keep_is_refused",
     "write --rank 32 or --rank energy:0.99, or store whole matrices: --algorithm full --to kohya":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
-    "state whether weights are [in, out] with --setting fan_in_fan_out=true or false; the wrong one transposes the change":
+    "state whether weights are [in, out] with --setting fan_in_fan_out=true or --setting fan_in_fan_out=false; the wrong one transposes the change":
         "tests/matching/test_conv1d.py::test_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it[lora]",
     "train it with ensure_weight_tying, or without these modules; --unmatched skip changes both ends, which computes something else":
         "tests/models/test_tied_weights.py::test_change_of_one_end_is_refused_where_a_model_cannot_be_untied[shared]",
@@ -84,11 +87,13 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "write --dtype bf16, …":
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
+    "write --dtype ……":
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write --dtype …":
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o civitai:12345-write a file here with -o NAME]",
-    "write a folder for each: … -o OTHER":
+    "write a folder for each: …--include … -o OTHER":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
         "tests/adapters_out/test_extract_tokens.py::test_head_apart_is_never_lost_in_a_file",
@@ -102,7 +107,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
         "choose another -o, or wait for the other run",
         "make room, or write to another disk with -o",
-        "remove files, or give --cache a folder on another disk",
+        "remove files, or name a folder on another disk with --cache",
         "end other programs that use the device, or use --device cpu",
         "give --max-memory …MiB",
         "give a smaller --max-memory, or raise the limit (ulimit -v)",
@@ -130,7 +135,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "it goes in the place of the option that is refused": (
         "give it as --rank",
         "give --weights, one for each snapshot",
-        "give its name; --json prints the report",
+        "give its name, or print the report with --json",
     ),
 }
 """Reason why no test types a fix → its texts."""

@@ -56,7 +56,7 @@ NEW: Final = "A-NEW-FOLDER"
 """What stands for a folder of the test in a command line."""
 
 CHOSEN: Final[Mapping[str, str]] = {
-    "--rank": "4", "RULE": "4", "N": "4", "--ema": "0.5", "--sigma-rel": "0.1", "--to": "kohya", "--format": "kohya",
+    "--rank": "4", "--weights": "0.5", "RULE": "4", "N": "4", "--ema": "0.5", "--sigma-rel": "0.1", "--to": "kohya", "--format": "kohya",
     "FILE": f"{NEW}/a.safetensors", "NAME": f"{NEW}/a.safetensors",
     "FOLDER/NAME.safetensors": f"{NEW}/b.safetensors", "FOLDER": f"{NEW}/one", "OTHER": f"{NEW}/other", "--dtype": "bf16",
     "lora_alpha=VALUE": "lora_alpha=16", "parts=VALUE": "parts=[[0,8],[12,16]]", "--algorithm": "full", "--alpha": "rank", "--keep-precision": "none", "--max-memory": "64MiB", "--search": "../former", "--device": "cpu", "--compute-dtype": "fp64", "--method": "sum", "--strength-for": "te=0", "--map": "names.yaml",

@@ -9,7 +9,7 @@ import numpy  # noqa: F401  its library has to be loaded
 import pytest
 from threadpoolctl import threadpool_limits
 
-from lora_merge.proof.reference import one_core as module
+from lora_merge.proof.reference import numpy_threads as module
 from lora_merge.proof.reference.numpy_threads import one_core
 
 

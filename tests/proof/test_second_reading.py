@@ -35,7 +35,7 @@ from lora_merge.proof.second_reading.comparison import UNKNOWN_PARTS, Confirmati
 from lora_merge.proof.second_reading.methods import METHOD_ROWS
 from lora_merge.proof.second_reading.modules import groups
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
-from lora_merge.proof.second_reading.rows import Networks, WeightPlace
+from lora_merge.proof.second_reading.rows import ModulePart, Networks, WeightPlace
 from lora_merge.recipes.replay import prove
 from lora_merge.report import placed, proof_rows
 from lora_merge.row_ranges import RowNumbers
@@ -531,9 +531,7 @@ def test_second_reading_shares_no_code_with_the_planner() -> None:
         )
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
-                near = (node.level == 1 and node.module in own) or (
-                    node.level == 3 and node.module in ("disk.files", "dtypes")
-                )
+                near = (node.level, node.module) == (3, "dtypes") or (node.level == 1 and node.module in own)
                 assert near or (not node.level and str(node.module).partition(".")[0] in sys.stdlib_module_names), (
                     node.module
                 )
@@ -745,6 +743,19 @@ def test_every_spelling_of_a_block_is_confirmed_for_all_modules(row: tuple[str, 
     stored, part, _ = row
     found = read(index(header(stored)), dict(of_whole_model(stored)), parts=((part, 0.5),))
     assert found.proven == found.modules > 100, found
+
+
+@pytest.mark.parametrize("stored", ["native/flux-dev", "diffusers/kolors"])
+def test_module_has_every_name_that_means_it_or_a_part_of_it(stored: str) -> None:
+    (network,) = (n for n in Networks(dict(header(stored))).networks if n.others)
+    pairs = {
+        (module, name)
+        for name, meanings in network.others.items()
+        for meaning in meanings
+        for module in ((meaning.module,) if isinstance(meaning, ModulePart) else meaning)
+    }
+    assert pairs == {(module, name) for module, names in network.other_names.items() for name in names}
+    assert any(len(names) > 1 for names in network.other_names.values())
 
 
 def test_part_that_is_not_read_is_the_reason(tmp_path: Path) -> None:

@@ -104,18 +104,24 @@ def test_form_asks_for_what_is_missing_and_offers_only_what_it_takes(page: Page)
         w.until(READY)
         w.js("$('#run').click()")
         w.until("$('#runs > li') && $('#runs > li').getBoundingClientRect().top < innerHeight")
+        w.js("$('[data-command=average]').click()")
+        assert w.js("return $('[name=rank]').value") == "", "options are those of one form"
         assert w.errors() == []
 
 
 def test_cancel_leaves_nothing(page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, step = threading.Event(), Run.step
+    ended, work, step = threading.Event(), Run._work, Run.step
 
-    def slow(run: Run, one: Any) -> None:
+    def waiting(run: Run) -> None:  # in the thread of the run, which does not wait for who takes its steps
         run.cancelled.wait(30)
-        held.set()
+        work(run)
+
+    def taken(run: Run, one: Any) -> None:
+        ended.set()
         step(run, one)
 
-    monkeypatch.setattr(Run, "step", slow)
+    monkeypatch.setattr(Run, "_work", waiting)
+    monkeypatch.setattr(Run, "step", taken)
     before = sorted(comfy.rglob("*"))
     with window(page.address) as w:
         w.open()
@@ -125,7 +131,7 @@ def test_cancel_leaves_nothing(page: Page, comfy: Path, monkeypatch: pytest.Monk
         w.until(f"{FIRST} === 'running'")
         w.js("$('#runs button').click()")
         w.until(f"{FIRST} === 'cancelled'")
-        assert held.is_set() and w.js("return $('#runs button').hidden")
+        assert ended.is_set() and w.js("return $('#runs button').hidden")
     assert sorted(comfy.rglob("*")) == before
 
 
@@ -150,6 +156,7 @@ def test_error_is_shown_once_at_what_is_wrong(page: Page, comfy: Path) -> None:
             )
             w.until("$('#plan').dataset.state === 'error' && $('.error')")
             assert what in w.js("return $(arguments[0]).innerText", place)
+            assert w.js("return $(arguments[0]).previousElementSibling.ariaInvalid", place) == "true"
             assert w.js("return document.querySelectorAll('.error').length") == 1
             assert w.js("return document.body.innerText.split(arguments[0]).length", what) == 2, "it is said once"
             assert w.js("return $('#run').disabled && $('.error .fix').innerText && $('.error').checkVisibility()")

@@ -91,7 +91,7 @@ def test_chosen_adapter_has_its_names_before_a_base_is_chosen(comfy: Path, opene
 def test_error_names_the_field_that_it_is_about(comfy: Path) -> None:
     page, models = previews(comfy), comfy / "models"
     filled = form("merge", comfy)
-    second = [filled["adapters"][0], {**filled["adapters"][1], "strength_for": {"te9": 0.5}}]
+    second = [filled["adapters"][0], {**filled["adapters"][1], "strength_for": {}, "parts": "unet=1; te9=0.5,"}]
     for change, field in (
         ({"options": {"seed": "x"}}, "seed"),
         ({"options": {"method": "ties", "density": "7"}}, "density"),

@@ -130,13 +130,13 @@ def test_cancelled_runs_leave_nothing(page: Page, comfy: Path, monkeypatch: pyte
     """The one that works, and the one that waits."""
     from lora_merge.ui.runs import Run
 
-    step = Run.step
+    work = Run._work
 
-    def slow(run: Run, one: Any) -> None:
+    def waiting(run: Run) -> None:  # in the thread of the run, which does not wait for who takes its steps
         run.cancelled.wait(30)
-        step(run, one)
+        work(run)
 
-    monkeypatch.setattr(Run, "step", slow)
+    monkeypatch.setattr(Run, "_work", waiting)
     before = sorted(comfy.rglob("*"))
     first, second = (page.call("run", **form("merge", comfy, name))["number"] for name in ("out/x", "out/y"))
     assert page.call("cancel", number=second)["runs"][1]["state"] == "cancelled"
@@ -208,6 +208,9 @@ def test_several_files_are_inspected(page: Page, comfy: Path) -> None:
         assert done["state"] == "done" and all(Path(a["path"]).name in done["text"] for a in adapters)
         assert done["text"].count("20 of 20") == (2 if base else 0)
         assert run(*shlex.split(page.call("preview", **filled)["command"])[1:]).code == 0
+    filled["adapters"][1] = {"path": str(comfy / "models/checkpoints/tuned.safetensors")}
+    refused = page.call("preview", **filled)
+    assert refused["at"] == "adapters.1" and refused["error"] == page.call("run", **filled)["error"]
 
 
 def test_parts_have_the_presets_that_fit(page: Page, comfy: Path) -> None:

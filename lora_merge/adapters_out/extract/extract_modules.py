@@ -485,7 +485,7 @@ class Extractor:
         tensors, layer = self._layer(target, difference, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError("the format cannot store whole matrices", where.name,
-                           "use --algorithm lora, or --format kohya")  # fmt: skip
+                           "use `--algorithm lora`, or `--format kohya`")  # fmt: skip
         return self._spelled(where, {self.to.endings[slot]: value for slot, value in tensors.items()}, layer)
 
     def _form(self, pair: Pair) -> Form:
@@ -501,7 +501,7 @@ class Extractor:
         """Return the nearest Kronecker product."""
         where, rule = difference.pair.place, self.rule(difference).of_inputs(0)
         if not self.to.copies:
-            raise FitError(f"{self.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
+            raise FitError(f"{self.to.name} cannot hold lokr", where.name, "use `--format kohya`, lycoris or comfy")
         _expect_one_matrix(difference)
         tensors, layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
                                    lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
@@ -549,8 +549,8 @@ class Extractor:
         noise = difference.noise
         if noise is None:
             raise InputError("the rounding errors of quantised weights and of whole numbers are not known",
-                             f"--rank noise: {difference.pair.name}",
-                             "use --rank 32 or --rank energy:0.99")  # fmt: skip
+                             f"`--rank noise`: {difference.pair.name}",
+                             "use `--rank 32` or `--rank energy:0.99`")  # fmt: skip
         out, cols = view.matrix
         return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
 
@@ -563,12 +563,12 @@ class Extractor:
             raise FitError(
                 "a bias, norm or other vector changed, which has no factors",
                 where.name,
-                "write it with --others diff, or drop it with --others skip",
+                "write it with `--others diff`, or drop it with `--others skip`",
             )
         ending = vector_ending(where, self.to)
         if ending is None and self.to.whole and not where.bare:
             return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if ending is None:
             raise FitError(f"{self.to.name} cannot store biases and norms", where.name,
-                           "drop them with --others skip, or use --format kohya")  # fmt: skip
+                           "drop them with `--others skip`, or use `--format kohya`")  # fmt: skip
         return rounded_change(where, ending, difference.change, self.storage.dtype)

@@ -211,8 +211,8 @@ def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitEr
 def _fix(*, in_folder: bool) -> str:
     """Return the advice on parameters that differ. `in_folder`: whether a folder of PEFT holds them: new rows of
     embeddings, and new heads."""
-    folder = "write a PEFT folder with --format peft -o FOLDER, " if in_folder else ""
-    return f"{ITS_BASE}, {folder}or leave them out: --unmatched skip"
+    folder = "write a PEFT folder with `--format peft -o FOLDER`, " if in_folder else ""
+    return f"{ITS_BASE}, {folder}or leave them out: `--unmatched skip`"
 
 
 def _nameless(side: tuple[Index, Names], places: Sequence[Place]) -> Iterator[Place]:
@@ -275,7 +275,7 @@ def _absent(absent: Sequence[Place], pairs: Sequence[Pair]) -> FitError:
     lost = {p.component for p in absent} - {p.place.component for p in pairs}
     components = sorted({p.place.component for p in pairs})
     keys = [p.view.row_slices[0].key for p in absent]
-    both = f"choose what both have: --include {' --include '.join(components)}"
+    both = f"choose what both have: `--include {' --include '.join(components)}`"
     fix = both if lost and components else or_leave_out(ITS_BASE, keys)
     are = plural(len(absent), "weight of the base is", "weights of the base are")
     return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)

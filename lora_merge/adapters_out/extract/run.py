@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum, prod
@@ -14,25 +14,26 @@ from typing import Any
 import torch
 
 from ...algorithms.lokr import LOKR
+from ...command import Request
 from ...disk.destination import check_output
 from ...disk.draft import Heap
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import device_bytes, places, threads
 from ...engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
-from ...errors import AdapterAsBase, FitError, InputError, UsageError
+from ...errors import AdapterAsBase, FitError, InputError, MergeError, UsageError
 from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.part_factors import Chosen
-from ...paths import names_folder, typed, with_ending
+from ...paths import is_folder, names_folder, output_file, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
-from ...text import Note, listed, plural
+from ...text import Note, listed, plural, shown
 from ..delta import Storage, rounded_value
-from ..dialects import DIALECTS, Dialect
+from ..dialects import DIALECTS, Dialect, stated_dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import Filled, Place
-from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
+from ..job import AUTO_FORMAT, FILE, OTHERS, SKIP, WHOLE, AdapterJob, adapter_job, algorithm_in, one_rank
 from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
@@ -40,6 +41,7 @@ from ..output_modules import ModuleGroups, entries_of, prefix_name, stored_modul
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
+from ..rank_rules import SAME
 from ..report import AdapterReport
 from .extract_modules import Extractor, Side, batches, difference
 from .extraction_proof import ExtractionClaims, prove_extraction
@@ -57,6 +59,60 @@ class Extraction:
     to: Dialect
     dtype: torch.dtype
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
+
+
+def make_job(request: Request, cache: CheckpointCache | None = None) -> AdapterJob:
+    """Return the job of `extract` of one adapter, the tuned checkpoint; UsageError for an option or a value that is
+    wrong.
+
+    `cache`: the checkpoints that are open. With one, headers of the base decide the format if the user chooses none and
+    `output` may be the name of a file or of a folder.
+    """
+    if request.base is None:
+        raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
+    stated, output, rows = request.stated, request.output, request.command.options
+    of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
+    name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
+    to = None if str(name).lower() == AUTO_FORMAT else stated_dialect(name, "--format")
+    if to is not None and not to.any_model:
+        known = ", ".join(row.name for row in DIALECTS.values() if row.any_model)
+        raise UsageError(f"{shown(name)!r} is no format of a difference", "--format", f"use one of {known}")
+    if others not in OTHERS:
+        raise UsageError(f"biases and norms cannot be treated as {shown(others)!r}", "--others",
+                         f"use one of {', '.join(OTHERS)}")  # fmt: skip
+    if not isinstance(factor, int) or not (factor == -1 or factor > 0):
+        raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
+    job = adapter_job(replace(request, options=stated))
+    if job.rules.has(SAME):
+        raise UsageError("a checkpoint has no rank to keep", "`--rank same`", "give a number or energy:x")
+    changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
+    name = to.name if to else AUTO_FORMAT
+    job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)
+    if output is None:
+        return job.changed(output=job.output.parent / _difference_name(job, to))
+    if to is not None:
+        return _in_dialect(job, to, output)
+    if cache is not None and (names_folder(output) or with_ending(job.output) != job.output):
+        with suppress(MergeError):  # the plan raises it
+            return _in_dialect(job, _usual(_model(job, _base(job), cache)[1], job), output)
+    return job
+
+
+def _in_dialect(job: AdapterJob, to: Dialect, output: str | Path) -> AdapterJob:
+    """Return the extraction in a dialect, with the output that the user names for it: in a folder, a file has the
+    default name."""
+    job = replace(job, format=to.name)
+    if to.folder:
+        return job
+    inside = names_folder(output)
+    return job.changed(output=job.output / _difference_name(job, to) if inside else output_file(output))
+
+
+def _difference_name(job: AdapterJob, to: Dialect | None) -> str:
+    """Return the default name of an extracted adapter."""
+    pair = (job.adapters[0].path, job.base or Path())
+    name = "-minus-".join(p.name if is_folder(p) else p.stem for p in pair)
+    return name if to and to.folder else f"{name}{FILE}"
 
 
 def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
@@ -90,16 +146,6 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
                       names.known.file.stem if names.known else "")  # fmt: skip
 
 
-def with_format(job: AdapterJob, output: str | Path | None, cache: CheckpointCache) -> AdapterJob:
-    """Return the job with the format of the base's architecture, if the user chooses none and `output` may be the name
-    of a file or of a folder: then the output is named as headers of the base say."""
-    if output is None or job.format != AUTO_FORMAT:
-        return job
-    if with_ending(job.output) == job.output and not names_folder(output):
-        return job
-    return extraction_named(job, _usual(_model(job, _base(job), cache)[1], job), output)
-
-
 def _base(job: AdapterJob) -> Path:
     """Return the path of the checkpoint before the training."""
     assert job.base is not None, "the command requires it"
@@ -111,7 +157,7 @@ def _model(job: AdapterJob, path: Path, cache: CheckpointCache) -> tuple[Index, 
     try:
         return cache.base(path, job.inputs.map)
     except AdapterAsBase as e:
-        fix = f"merge it first: lora-merge BASE {typed([str(path)])}"
+        fix = f"merge it first: `lora-merge BASE {typed([str(path)])}`"
         raise InputError("extract takes two checkpoints, and this is an adapter", e.where, fix) from e
 
 
@@ -271,7 +317,7 @@ def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[
         return []
     what = f"{plural(len(lost), 'changed weight has', 'changed weights have')} no name in {extraction.to.name}"
     if extraction.job.inputs.unmatched == "error":
-        raise FitError(what, listed(lost, 3), "choose another --format, or drop them with --unmatched skip")
+        raise FitError(what, listed(lost, 3), "choose another --format, or drop them with `--unmatched skip`")
     return [Note(f"{what}, not written: {listed(lost, 3)}")]
 
 
@@ -290,8 +336,8 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
         return head, []
     what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
     if extraction.job.inputs.unmatched == "error":
-        raise FitError(what, head.name, "write a PEFT folder with --format peft -o FOLDER, or drop it with "
-                       "--unmatched skip")  # fmt: skip
+        raise FitError(what, head.name, "write a PEFT folder with `--format peft -o FOLDER`, or drop it with "
+                       "`--unmatched skip`")  # fmt: skip
     return head, [Note(f"{what}; it is not written: {head.name}")]
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Ending → shape of a layer's tensors."""
 
-TO_LORA: Final = "bring it to LoRA: --algorithm lora, with --rank if it is not low-rank"
+TO_LORA: Final = "bring it to LoRA: `--algorithm lora`, with --rank if it is not low-rank"
 
 
 def shapes_of(module: StoredModule) -> dict[str, tuple[int, ...]]:
@@ -136,8 +136,8 @@ def expect_one(components: Iterable[str], what: str) -> None:
     names = sorted({*components})
     if len(names) > 1:
         raise UsageError(f"a PEFT folder is for one component, {what} {', '.join(names)}", "--include",
-                         f"write a folder for each: {' -o FOLDER, then '.join(f'--include {c}' for c in names)}"
-                         " -o OTHER")  # fmt: skip
+                         f"write a folder for each: {''.join(f'`--include {c} -o FOLDER`, then ' for c in names[:-1])}"
+                         f"`--include {names[-1]} -o OTHER`")  # fmt: skip
 
 
 def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: Sequence[Place]) -> dict[str, Any]:

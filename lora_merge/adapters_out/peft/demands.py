@@ -128,7 +128,7 @@ def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
     if expert := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
         raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them",
                        expert,
-                       "bring it to LoRA: --algorithm lora --rank 32, or write another format (kohya)")  # fmt: skip
+                       "bring it to LoRA: `--algorithm lora --rank 32`, or write another format (kohya)")  # fmt: skip
     if both := next((m for m in sorted(whole & factored)), None):
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, USE_KOHYA)
 

@@ -143,7 +143,7 @@ class Quantised:
         if any(map(self.holds, changed)):
             raise self._refusal(path, fix)
         if dtype != "keep":
-            raise self._refusal(path, f"write --dtype keep, as what the adapter changes is not quantised; or {fix}")
+            raise self._refusal(path, f"write `--dtype keep`, as what the adapter changes is not quantised; or {fix}")
 
     @contextmanager
     def blamed(self, path: Path) -> Iterator[None]:

@@ -19,24 +19,24 @@ from .layouts import Shape, filled, heights, tables
 PEFT_PREFIX: Final = "base_model.model."
 
 NETWORK_PREFIXES: Final = (
-    # names begin with          network             dots are written as "_"
-    ("lora_unet_",              "denoiser",         True),
-    ("lora_transformer_",       "denoiser",         True),
-    ("lora_te_",                "te",               True),
-    ("lora_te1_",               "te1",              True),
-    ("lora_te2_",               "te2",              True),
-    ("lora_te3_",               "te3",              True),
-    ("lycoris_",                "",                 True),
-    ("diffusion_model.",        "denoiser",         False),
-    ("model.diffusion_model.",  "denoiser",         False),
-    ("transformer.",            "transformer",      False),
-    ("transformer_2.",          "transformer_2",    False),
-    ("unet.",                   "denoiser",         False),
-    ("text_encoder.",           "te1",              False),
-    ("text_encoder_2.",         "te2",              False),
-    ("text_encoder_3.",         "te3",              False),
+    # names begin with          network
+    ("lora_unet_",              "denoiser"),
+    ("lora_transformer_",       "denoiser"),
+    ("lora_te_",                "te"),
+    ("lora_te1_",               "te1"),
+    ("lora_te2_",               "te2"),
+    ("lora_te3_",               "te3"),
+    ("lycoris_",                ""),
+    ("diffusion_model.",        "denoiser"),
+    ("model.diffusion_model.",  "denoiser"),
+    ("transformer.",            "transformer"),
+    ("transformer_2.",          "transformer_2"),
+    ("unet.",                   "denoiser"),
+    ("text_encoder.",           "te1"),
+    ("text_encoder_2.",         "te2"),
+    ("text_encoder_3.",         "te3"),
 )  # fmt: skip
-"""The network that the prefix of a module's name means; "" is any."""
+"""The network that the prefix of a module's name means; "" is any. If it ends with "_", its dots are "_" too."""
 
 DENOISER_NETWORK: Final = ("denoiser", ("denoiser", "transformer"))
 
@@ -326,6 +326,7 @@ def _readings(stem: str) -> Iterator[tuple[str, str, bool]]:
     """Yield (network, rest of the name, whether "_" replaces its dots) for every prefix that the name may have."""
     name = stem.removeprefix(PEFT_PREFIX)
     yield "", name, False
-    for prefix, network, flat in NETWORK_PREFIXES:
+    for prefix, network in NETWORK_PREFIXES:
         if name.startswith(prefix):
+            flat = prefix.endswith("_")
             yield network, name[len(prefix) :].removeprefix("" if flat else PEFT_PREFIX), flat

@@ -35,7 +35,7 @@ def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) ->
     sections = content(result)
     heat_maps, bars = sections["heat_maps"], sections["bars"]
     if not heat_maps and not bars:
-        raise UsageError("there is nothing to draw", f"--plot {path.name}", "read the weights too: --weights")
+        raise UsageError("there is nothing to draw", f"`--plot {path.name}`", "read the weights too: --weights")
     heights = [1.6 + 0.22 * len(chart["rows"]) for chart in heat_maps]
     heights += [0.9 + 0.26 * min(len(chart["rows"]), MOST_BARS) for chart in bars]
     figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
@@ -55,7 +55,7 @@ def drawable(path: Path) -> None:
     if (ending := path.suffix.lower()) not in PLOT_ENDINGS:
         raise UsageError(
             f"a plot cannot be a {ending or 'file without an ending'}",
-            f"--plot {path.name}",
+            f"`--plot {path.name}`",
             f"use one of {', '.join(PLOT_ENDINGS)}",
         )
     if find_spec("matplotlib") is None:
