@@ -421,7 +421,7 @@ def moved(numbers: Mapping[str, Any]) -> str:
 def size_of_change(numbers: Mapping[str, Any], weights: str) -> str:
     """Return how large a change is: "2.03 % of the weights", "about 2 % …" where some rows of them were looked at."""
     every = numbers["all"]
-    sampled = every["elements"] < every["of"]
+    sampled = bool(every["elements"] < every["of"])
     return "about " * sampled + share_of(every["ratio"], weights, 2 if sampled else 3)
 
 
@@ -429,8 +429,8 @@ def too_large(numbers: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning if a change is as large as the weights."""
     if numbers and (numbers["all"]["ratio"] or 0) >= AS_LARGE:
         yield (
-            f"the change is {size_of_change(numbers, 'the weights')}, where trained ones are a few percent: check the "
-            "strengths, and that the adapters are for this base"
+            f"the change is {size_of_change(numbers, 'the weights')}; trained changes are a few percent of them: "
+            "check the strengths, and that the adapters are for this base"
         )
 
 

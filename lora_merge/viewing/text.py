@@ -323,7 +323,7 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("change", f"norm {norm}{more or BESIDE_WEIGHTS}")
     if numbers["stable_rank"]:
         many = between(numbers["stable_rank"])
-        yield line("stable rank", f"{many}: about so many directions carry a module's change")
+        yield line("stable rank", f"{many}: the number of directions that carry a module's change")
     for share, rank in numbers.get("rank_for_energy", {}).items():
         most = f" (median), {rank['max']:g} at most" * (rank["max"] > rank["median"])
         yield line("needs", f"{share.replace('%', ' %')} of the change needs rank {rank['median']:g}{most}")

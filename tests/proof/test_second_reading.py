@@ -412,7 +412,7 @@ def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verbose", [False, True])
 def test_known_modules_are_reported_on_demand(*, verbose: bool) -> None:
     share = {"adapter": "a", "strength": 1.0, "retained": 1.0}
-    every = {"ratio": 0.01, "changed": 0.5}
+    every = {"ratio": 0.01, "changed": 0.5, "elements": 1, "of": 1}
     proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0, "bound": {"compute_dtype": "fp32"},
              "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}, "account": {"unused": 0}}  # fmt: skip
     assert [*plain_lines(proof_rows(proof, verbose=verbose))][3:] == [

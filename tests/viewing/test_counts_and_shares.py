@@ -42,7 +42,8 @@ def test_count_of_one_is_in_the_singular(tmp_path: Path) -> None:
     assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]
     assert "1 of 1 module " in "\n".join(told)
     assert any(
-        re.fullmatch(r"stable rank   [0-9.]+: about so many directions carry a module's change", line) for line in told
+        re.fullmatch(r"stable rank   [0-9.]+: the number of directions that carry a module's change", line)
+        for line in told
     )
 
 
