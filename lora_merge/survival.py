@@ -1,8 +1,9 @@
 """The share of a change that survives in an output, how it is judged, and the words for it.
 
 One measure for all commands: ⟨Δ̂, Δ⟩ / ‖Δ‖² of the intended change Δ and the change Δ̂ that the output makes. Reports of
-merges have it as `retained`. What a rank leaves out is at right angles to what it keeps: there it is 1 − ‖Δ − Δ̂‖² /
-‖Δ‖², the `energy` in reports of written adapters, and what the rule `--rank energy:x` keeps at least.
+merges have it as `retained`, from 0 to 1, as `survived` returns it. What a rank leaves out is at right angles to what
+it keeps: there it is 1 − ‖Δ − Δ̂‖² / ‖Δ‖², the `energy` in reports of written adapters, and what the rule `--rank
+energy:x` keeps at least.
 """
 
 from __future__ import annotations
