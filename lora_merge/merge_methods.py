@@ -167,7 +167,7 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
     if method == "slerp" and numbers.t is None:
         raise UsageError(
             "slerp needs to know how far from the first adapter to the second",
-            "--t",
+            "`--t`",
             "write `--t 0.5` for the middle; 0 is the first adapter, 1 the second",
         )
     if method == "model_stock" and len(strengths) < 2:

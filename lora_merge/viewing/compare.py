@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = schema("compare")
 
+OF_TWO: Final = "give two adapters, or two models"
+LOOK_AT_FIT: Final = "use `lora-merge inspect BASE ADAPTER`; or give two adapters, or two models"
+"""What to do instead of comparing an adapter with a file of another kind, or with a model."""
+
 BY_CHANCE: Final = 0.01
 """Share of common directions from which on a report says that independent changes have some, too."""
 
@@ -65,14 +69,13 @@ def _of_two_kinds(other: tuple[Path, Index], adapter: Path) -> UsageError:
     """Return the error for an adapter and a file that is none: how it fits is shown for a model alone."""
     from ..models.names import UNKNOWN_TITLE, names
 
-    (path, index), of_two = other, "give two adapters, or two models"
+    path, index = other
     lookup = names(index)
     is_model = lookup.what in (lookup.architecture, UNKNOWN_TITLE)
     what = (
         "an adapter and a model cannot be compared" if is_model else f"an adapter and {lookup.what} cannot be compared"
     )
-    look = "use `lora-merge inspect BASE ADAPTER`; or " * is_model
-    return UsageError(what, f"{adapter} and {path}", look + of_two)
+    return UsageError(what, f"{adapter} and {path}", LOOK_AT_FIT if is_model else OF_TWO)
 
 
 def _share_tensors(a: Index, b: Index) -> bool:

@@ -112,6 +112,7 @@ def test_tests_of_the_table_exist() -> None:
 
 SCENES: Final[dict[str, str]] = {
     "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models": "compare BASE A",
+    "write --t 0.5 for the middle; 0 is the first adapter, 1 the second": "BASE A B --method slerp -o x.safetensors",
     "choose what both have: --include …": "extract BASE HALF -o x.safetensors",
     "write it with --others diff, or drop it with --others skip": "extract BASE VECTORS --others error -o x.safetensors",
     "drop them with --others skip, or use --format kohya": "extract BASE VECTORS --format diffusers -o x.safetensors",

@@ -147,7 +147,7 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
         "DeepSpeed's", "the", "it", "keep", "combine", "run",
     ),
     "the user names another file, or a value, that a test of the error has as its right case": (
-        "use", "write", "lora-merge", "give", "at", "0", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
+        "use", "write", "lora-merge", "give", "at", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
     ),
     "the user corrects a file or a line": (
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
