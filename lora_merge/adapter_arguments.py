@@ -42,7 +42,7 @@ _PART: Final = r"(?!x[0-9])[A-Za-z_][\w.-]*"
 _WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
 
 
-OF_PYTHON: Final = ("base", "output", "search", "workers", "ray_address")
+OF_PYTHON: Final = ("base", "output", "search", "workers", "ray_address", "executor")
 """Parameters of Python's functions that are no rows of the tables of options."""
 
 OF_BATCH: Final = ("overwrite", "card")

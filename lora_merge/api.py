@@ -175,8 +175,9 @@ def unmerge(
 
     Parameters:
         merged: A file or a folder that adapters were merged into.
-        adapters: As for `merge`, at the strengths of the merge. None: those of the recipe, which are found by their
-            hashes next to the file, in the current folder and in `search`.
+        adapters: As for `merge`; a path alone has the strengths of the recipe, and a smaller strength takes out a part.
+            None: those of the recipe, which are found by their hashes next to the file, in the current folder and in
+            `search`.
         output: The file or folder to write.
         search: More folders, which are searched three levels deep.
         progress: As for `merge`, like all options.
@@ -185,11 +186,12 @@ def unmerge(
         A `Report`, as that of `merge`.
 
     Raises:
-        FitError: The change by an adapter depends on the base, as those of DoRA, or replaced weights.
+        FitError: The change by an adapter depends on the base, as those of DoRA, or replaced weights; or the recipe
+            names no such adapter, or a smaller strength.
         MergeError: As `merge`.
 
     Examples:
-        >>> lora_merge.unmerge("merged.safetensors", ("style.safetensors", 0.8), "base.safetensors").written
+        >>> lora_merge.unmerge("merged.safetensors", "style.safetensors", "base.safetensors").written
     """
     with downloads_in(options.get("cache")):
         named = {**options, "search": [expand(folder) for folder in search]}

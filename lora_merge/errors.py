@@ -110,10 +110,10 @@ class UsageError(MergeError):
     exit_code = 2
 
     is_of_type = False
-    """Whether a value has a wrong type."""
+    """Whether a value has a wrong type, or an option is of another function."""
 
     def of_type(self) -> Self:
-        """Return the error itself, as one about the type of a value."""
+        """Return the error itself, as one about the type of a value or the name of an option."""
         self.is_of_type = True
         return self
 

@@ -18,6 +18,7 @@ from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
 from .merge_methods import SUM, MethodParameters, numbers_of
 from .options import (
+    AN_ADAPTER,
     BLOCK_LIST,
     BLOCK_WEIGHTS,
     REGEX,
@@ -45,7 +46,7 @@ from .paths import (
     output_path,
 )
 from .safe_regex import Refused, Steps
-from .text import HUGE, Shown, is_finite, plural, shown
+from .text import HUGE, Shown, is_finite, number_of, plural, python_code, shown
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 _RANGE: Final = rf"{_BLOCK}(?:-(?:{_BLOCK}|[0-9]{{1,4}}))?"
@@ -290,7 +291,12 @@ def _ending(base: Path) -> str:
 
 def adapter_list(adapters: Any) -> list[Any]:
     """Return the adapters that the user named as a list: of paths, of Adapters, and of pairs with a strength."""
-    adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
+    if isinstance(adapters, Mapping):
+        if not all(isinstance(strength, Real | str) for strength in adapters.values()):
+            raise wrong_adapter(adapters)
+        adapters = [*adapters.items()]
+    if isinstance(adapters, list | tuple) and len(adapters) == 2 and number_of(adapters[1]) is not None:
+        raise wrong_adapter(adapters)  # a path and its strength as a text
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     expected = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", expected)
@@ -316,8 +322,7 @@ def summands(adapters: Sequence[Any]) -> Iterator[Any]:
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
     """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
     if is_finite(strengths):
-        each = ", ".join(f"{strengths:g}" for _ in adapters)
-        raise unlike(strengths, "--strength", "a list of numbers, one per adapter", f"write strength=[{each}]")
+        raise unlike(strengths, "--strength", "a list of numbers, one per adapter", [strengths for _ in adapters])
     strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")
@@ -331,13 +336,31 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     path, strength = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
     named: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
-        path, strength, named = value.path, value.strength, pairs(value.parts, str(value.path))
-    if isinstance(path, Real | tuple):
-        raise unlike(value, "the list of adapters", 'a path, or a pair such as ("a.safetensors", 0.8)')
+        path, strength, named = value.path, value.strength, pairs(value.parts, "--parts")
+    if not isinstance(path, str | PathLike | Opened) or number_of(strength) is not None:
+        raise wrong_adapter(value)
     path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
     if len(named) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(named) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in named), *parts))
+
+
+def wrong_adapter(value: Any) -> UsageError:
+    """Return the error for what is no adapter, with what was probably meant."""
+    pair = (value.path, value.strength) if isinstance(value, Adapter) else value
+    pair = (pair["path"], pair.get("strength", 1.0)) if isinstance(pair, Mapping) and "path" in pair else pair
+    number = None
+    if isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str | PathLike):
+        number = number_of(pair[1]) if isinstance(pair[1], str) else pair[1] if is_finite(pair[1]) else None
+    if number is not None:
+        fix = f"write {python_code((pair[0], number))}"
+    elif isinstance(value, Mapping) or hasattr(value, "state_dict"):
+        fix = "for tensors in memory use merge_state_dict() or merge_into(); to files, save them first"
+    else:
+        fix = f"give {AN_ADAPTER}"
+    what = f"an adapter must be {AN_ADAPTER}, not {type(pair).__name__} {python_code(pair)[:60]}"
+    error = UsageError(what, "the list of adapters", fix)
+    return error if number is not None else error.of_type()
 
 
 def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:

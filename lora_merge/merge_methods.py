@@ -165,11 +165,7 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
             f"slerp of {plural(len(strengths), 'adapter')}", "`--method slerp`", "give two, or use karcher"
         )
     if method == "slerp" and numbers.t is None:
-        raise UsageError(
-            "slerp needs to know how far from the first adapter to the second",
-            "`--t`",
-            "write `--t 0.5` for the middle; 0 is the first adapter, 1 the second",
-        )
+        raise UsageError("slerp needs t", "--t", "write `--t 0.5`; 0 is the first adapter, 1 the second")
     if method == "model_stock" and len(strengths) < 2:
         raise UsageError("model_stock of one adapter", "`--method model_stock`", "give two or more")
     if method == "mean" and abs(sum(strengths)) < LEAST_DIVISOR:

@@ -16,16 +16,23 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
 from .errors import UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
-from .text import HUGE, is_finite, shown
+from .text import HUGE, is_finite, number_of, python_code, shown
 
 MEANT: Final[Mapping[str, str]] = MappingProxyType({
     **dict.fromkeys(("precision", "save_precision", "torch_dtype"), "dtype"),
     **dict.fromkeys(("out", "output_path", "output_dir", "output_file", "save_to"), "output"),
     **dict.fromkeys(("weight", "weights", "ratio", "ratios", "multiplier", "alpha", "lora_scale"), "strengths"),
     **dict.fromkeys(("force", "exist_ok"), "overwrite"),
+    **dict.fromkeys(("model", "checkpoint", "ckpt"), "base"),
+    **dict.fromkeys(("loras", "adapter_path", "lora_path"), "adapters"),
+    **dict.fromkeys(("dim", "network_dim", "new_rank", "lora_rank"), "rank"),
+    "format": "to", "to": "format",
 })  # fmt: skip
 """Keyword of other libraries → the one of the same meaning here."""
 
+
+AN_ADAPTER: Final = 'a path, or a pair such as ("a.safetensors", 0.8)'
+"""What an adapter is in Python, in words."""
 
 REGEX: Final = "re:"
 """The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""
@@ -215,6 +222,8 @@ def number(value: float | str) -> float:
 
 def factor(value: Any, where: str) -> float:
     """Return a strength; UsageError if the value is not a finite number."""
+    if (right := number_of(value)) is not None:
+        raise UsageError(f"strength {value!r} is a text, not a number", where, f"write {right} without quotes")
     if not is_finite(value):
         text = f"{value[:40]!r}" if isinstance(value, str) else shown(value)
         raise UsageError(f"strength {text} is not a finite number", where, "use a number such as 0.8")
@@ -224,21 +233,21 @@ def factor(value: Any, where: str) -> float:
 def switch(value: Any, flag: str) -> bool:
     """Return the value of an option that is on or off; UsageError for other values."""
     if not isinstance(value, bool):
-        raise unlike(value, flag, "True or False")
+        raise unlike(value, flag, "True or False", SWITCHED.get(str(value).lower()))
     return value
 
 
 def finite(value: Any, where: str) -> float:
     """Return a finite number; UsageError for other values."""
     if not is_finite(value):
-        raise unlike(value, where, "a finite number")
+        raise unlike(value, where, "a finite number", number_of(value))
     return float(value)
 
 
 def whole(value: Any, where: str) -> int:
     """Return a whole number of up to 63 bits; UsageError for other values."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < HUGE:
-        raise unlike(value, where, "a whole number from 0 on, below 2**63")
+        raise unlike(value, where, "a whole number from 0 on, below 2**63", number_of(value))
     return value
 
 
@@ -253,17 +262,40 @@ def text(value: Any, where: str) -> str:
     return value
 
 
-def unlike(value: Any, where: str, kind: str, fix: str = "") -> UsageError:
-    """Return the error for a value of a wrong type. `where`: the option or the parameter."""
-    text = repr(shown(value)) if isinstance(value, str) else shown(value)
-    what = f"{where} must be {kind}, not {type(value).__name__} {text}"
-    return UsageError(what, where, fix or f"give {kind}").of_type()
+SWITCHED: Final = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+"""What people write for a switch → its value."""
+
+
+def values_of(text: str) -> list[Any]:
+    """Return the values of a text with commas between them."""
+    return [word if number_of(word) is None else number_of(word) for word in text.split(",")]
+
+
+def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
+    """Return the error for a value of a wrong type. `where`: the option or the parameter; `right`: the value that was
+    probably meant."""
+    name = where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
+    what = f"{name} must be {kind}, not {type(value).__name__} {python_code(value)[:60]}"
+    if right is None:
+        return UsageError(what, name, f"give {kind}").of_type()
+    return UsageError(what, name, f"write {name}={python_code(right)}")
 
 
 def a_list(value: Any, where: str, expected: str) -> list[Any]:
     """Return the items of a list, or of any iterable that is not text or a table; UsageError for other values."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise unlike(value, where, expected)
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or hasattr(value, "state_dict"):
+        raise unlike(
+            value, where, expected, values_of(value) if isinstance(value, str) and where.startswith("--") else None
+        )
     try:
         return list(value)
     except Exception as e:  # of the caller's iterator, or a closed file
@@ -275,6 +307,13 @@ def a_list(value: Any, where: str, expected: str) -> list[Any]:
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     """Return pairs of name and value, from a table or from pairs; UsageError for other values."""
     expected = 'a table such as {"NAME": VALUE}, or a list of pairs'
+    if isinstance(value, str) and "=" in value:
+        words = (entry.rpartition("=")[::2] for entry in value.split(","))
+        raise unlike(
+            value, where, expected, {name: word if number_of(word) is None else number_of(word) for name, word in words}
+        )
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], tuple):
+        raise unlike(value, where, expected, {value[0]: value[1]})
     entries = [
         tuple(p) if isinstance(p, list | tuple) else (p,)
         for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, expected))
@@ -314,7 +353,7 @@ def _known(name: str) -> None:
     if name not in OPTIONS:
         near = [MEANT[name]] if name in MEANT else get_close_matches(name, (*OPTIONS, *OF_FUNCTIONS), 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OPTIONS)}"
-        raise UsageError(f"there is no option {name!r}", name, fix)
+        raise UsageError(f"there is no option {name!r}", name, fix).of_type()
 
 
 def _value(option: Option, value: Any) -> Any:
@@ -326,7 +365,7 @@ def _value(option: Option, value: Any) -> Any:
         return dtype_name(value, option)
     if option.kind == "device":
         if type(value).__name__ not in ("str", "device"):  # of torch, which is not imported for this check
-            raise unlike(value, option.flag, DEVICES)
+            raise unlike(value, option.flag, DEVICES, f"cuda:{value}" if type(value) is int else None)
         name = spelled(option, str(value))
         if not re.fullmatch(DEVICE, name):
             raise UsageError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")

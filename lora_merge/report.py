@@ -24,6 +24,9 @@ LOST_ALPHA: Final = Note(
 )
 """The note on an adapter whose alpha was probably lost: the strength of its change is uncertain."""
 
+NOT_THE_BASE: Final = "the result is not the base"
+"""The end of a warning about an adapter that is taken out of a checkpoint otherwise than it was merged into it."""
+
 LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 """The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
 
@@ -161,7 +164,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield line("format", codes_line(report["codes"]))
     if words := trigger_words(report["coverage"]):
         yield line("triggers", ", ".join(words))
-    yield from (line("note", note) for note in report["notes"])
+    yield from map(note_row, report["notes"])
     for name, row in report["coverage"].items():
         yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, unasked(row["notes"]))
     yield from (line("warning", warning) for warning in too_large(report["numbers"]))
@@ -246,7 +249,7 @@ def input_rows(
 ) -> Iterator[Fact]:
     """Yield what is merged, from the values of a plan or a report. `formulas`: those of each adapter, in a plan."""
     yield line("base", f"{Path(facts['base']).name}: {facts['architecture']}")
-    yield from (line("note", note) for note in facts["notes"])
+    yield from map(note_row, facts["notes"])
     for name, row in facts["coverage"].items():
         applied = strengths(row["strengths"])
         matched = f"{row['matched']} of {plural(row['total'], 'module')} matched"
@@ -283,7 +286,7 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
 
 def note_row(note: str) -> Fact:
     """Return the row of a note; a warning if the result is uncertain."""
-    return line("warning" if note.endswith(LOST_ALPHA) else "note", note)
+    return line("warning" if note.endswith((LOST_ALPHA, NOT_THE_BASE)) else "note", note)
 
 
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:

@@ -88,7 +88,7 @@ def lost_in_rounding(measured: float, adapter: str, dtypes: str, wider: str, fix
     """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
     wider dtype; `fix`: all that can be done."""
     if measured > CHANCE_SHARE:
-        return Note(f"the change of {adapter} is lost: the rounding to {dtypes} is larger than it; {wider}")
+        return Note(f"the change of {adapter} is lost: rounding to {dtypes} is larger than the change: {wider}")
     return Note(f"{lost(survived(measured))} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from math import isfinite
 from numbers import Real
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, NewType
 
 if TYPE_CHECKING:
@@ -293,6 +294,41 @@ def beginning(value: Any, length: int) -> Any:
         some = islice(value.items(), length // 3 + 1)
         return {beginning(key, length): beginning(item, length // 3) for key, item in some}
     return shown(value, None) if isinstance(value, int) and abs(value) >= HUGE else value
+
+
+def python_code(value: Any, levels: int = 4) -> str:
+    """Return a plain value as it is typed in Python: texts, numbers, paths, and short lists and tables of them.
+
+    `levels`: of lists and tables.
+    """
+    if isinstance(value, str | PurePath):
+        return json.dumps(str(value), ensure_ascii=False)
+    if levels and isinstance(value, list | tuple | dict) and len(value) <= MOST_ITEMS:
+        items = [python_code(item, levels - 1) for item in value]
+        if isinstance(value, dict):
+            items = [f"{k}: {python_code(v, levels - 1)}" for k, v in zip(items, value.values(), strict=True)]
+        text = ", ".join(items)
+        return (
+            f"[{text}]"
+            if isinstance(value, list)
+            else (f"({text}{',' * (len(items) == 1)})" if isinstance(value, tuple) else f"{{{text}}}")
+        )
+    return shown(value)
+
+
+MOST_ITEMS: Final = 1000
+"""Items of a list that messages show as it is typed; a merge takes as many adapters."""
+
+
+def number_of(text: object) -> int | float | None:
+    """Return the number that a text holds; None for what is no such text."""
+    if isinstance(text, str) and "_" not in text:
+        for kind in (int, float):
+            try:
+                return number if is_finite(number := kind(text)) else None
+            except ValueError:
+                pass
+    return None
 
 
 def is_finite(value: Any) -> bool:

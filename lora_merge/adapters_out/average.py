@@ -7,9 +7,11 @@ wᵢ = (1 − βᵢ) ∏_{j>i} βⱼ, w₀ = ∏ βⱼ, and they add up to 1. Po
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from numbers import Real
+from os import PathLike
 from typing import Any, Final
 
 from ..adapter_arguments import meant
@@ -17,12 +19,12 @@ from ..adapter_options import KEEP
 from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
-from ..job import Adapter, is_pair
-from ..options import pairs
+from ..job import Adapter, Opened, adapter_list, wrong_adapter
+from ..options import finite, pairs, unlike
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from ..text import is_finite, listed, plural, shown
+from ..text import is_finite, number_of, plural, shown
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
@@ -45,15 +47,40 @@ def average_weights(
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
-        if len(weights) != count or not all(is_finite(w) for w in weights):
-            raise UsageError(
-                f"{plural(len(weights), 'weight')} for {plural(count, 'snapshot')}",
-                "--weights",
-                "give one number for each",
+        if isinstance(weights, str | Real | Mapping) or any(isinstance(w, str) for w in weights):
+            words = (
+                weights.split(",")
+                if isinstance(weights, str)
+                else weights.values()
+                if isinstance(weights, Mapping)
+                else weights
             )
+            stated_weights = [
+                number_of(w) if isinstance(w, str) else w for w in ([words] if isinstance(words, Real) else words)
+            ]
+            right = with_rest([*stated_weights, *[None] * (count - len(stated_weights))])
+            raise unlike(weights, "--weights", "a list of numbers", right if len(right) == count else None)
+        if len(weights) != count or not all(is_finite(w) for w in weights):
+            fix = "give one number for each"
+            if len(weights) < count and all(is_finite(w) for w in weights):
+                fix = f"write `--weights {typed_weights(with_rest([*weights, *[None] * (count - len(weights))]))}`"
+            raise UsageError(f"{plural(len(weights), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
         return [float(w) for w in weights]
     betas = shares(count, ema=ema, sigma_rel=sigma_rel, **others)
     return [1 / max(count, 1)] * count if betas is None else _moving(betas)
+
+
+def with_rest(weights: Sequence[float | None]) -> list[float]:
+    """Return weights for all snapshots, of which some are stated: the others share what is left of 1."""
+    stated = [w for w in weights if w is not None]
+    rest = 1 - sum(stated)
+    each = round(rest / (len(weights) - len(stated)), 6) if rest > 0 and len(weights) > len(stated) else 1.0
+    return [each if w is None else w for w in weights]
+
+
+def typed_weights(weights: Iterable[float]) -> str:
+    """Return weights as they are typed."""
+    return ",".join(f"{w:g}" for w in weights)
 
 
 def shares(
@@ -66,6 +93,7 @@ def shares(
     `musubi_t`: count the steps of a post-hoc EMA as musubi-tuner does, which gives the oldest snapshot the weight 0.
     """
     if ema is not None:
+        ema = finite(ema, "--ema")
         last = ema if ema_to is None else ema_to
         if not all(is_finite(b) and 0 <= b < 1 for b in (ema, last)):
             raise UsageError(f"ema {shown(ema)} to {shown(last)}", "--ema", "use numbers from 0 to less than 1")
@@ -105,6 +133,8 @@ NO_STRENGTHS: Final = "snapshots have weights, not strengths"
 MUSUBI: Final = "musubi_t"
 """The setting that counts the steps of a post-hoc EMA as musubi-tuner does."""
 
+STRENGTHS: Final = ("strength", "strengths")
+
 MOVING: Final = ("ema", "ema_to", "sigma_rel")
 """The options of a moving average, which give the weights."""
 
@@ -112,7 +142,8 @@ MOVING: Final = ("ema", "ema_to", "sigma_rel")
 def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     """Return the job of `average`; UsageError for an option or a value that is wrong."""
     # Step 1: what this command alone has.
-    stated, adapters, rows = request.stated, request.adapters, request.command.options
+    stated, rows = request.stated, request.command.options
+    adapters = _snapshots(request.adapters, next((stated[name] for name in STRENGTHS if name in stated), None))
     setting = dict(pairs(stated.pop("setting", ()), "--setting"))
     of_average = {name: stated.pop(name) for name in ("weights", *MOVING, "space", MUSUBI) if name in stated}
     if MUSUBI in setting:
@@ -125,14 +156,11 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
         raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", where,
                          f"write `--setting {MUSUBI}=true`, with --sigma-rel")  # fmt: skip
     # Step 2: the weights become strengths.
-    meanings = [meant(a) if isinstance(a, str) else None for a in adapters]
-    strengths = stated.get("strengths", stated.get("strength"))
-    if any(meanings) or isinstance(strengths, list | tuple):
-        each = strengths or [a.strength if a else 1 for a in meanings]
-        raise UsageError(NO_STRENGTHS, listed(map(str, adapters)), f"write `--weights {','.join(map(str, each))}`")
     moving = {name: values[name] for name in (*MOVING, MUSUBI)}
     weights = average_weights(len(adapters), weights=values["weights"], **moving)
-    refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]
+    refs = [
+        replace(a, strength=w) if isinstance(a, Adapter) else (a, w) for a, w in zip(adapters, weights, strict=True)
+    ]
     stated |= {"setting": setting} if setting else {}
     job = adapter_job(replace(request, adapters=refs, options=stated))
     if values["space"] == OF_CHANGES:
@@ -166,13 +194,36 @@ def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | No
     return averaged_tensors.run(job, progress)
 
 
-def _weighted(adapter: Any, weight: float) -> Any:
-    """Return a snapshot with its weight; UsageError for one with a strength."""
-    path, strength, *_ = vars(adapter).values() if isinstance(adapter, Adapter) else (
-        adapter if is_pair(adapter) else (adapter, 1.0))  # fmt: skip
-    if strength != 1:
-        raise UsageError(NO_STRENGTHS, str(path), "give --weights, one for each snapshot")
-    return replace(adapter, strength=weight) if isinstance(adapter, Adapter) else (path, weight)
+def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
+    """Return the snapshots as a list, without strengths; UsageError with the weights in their place for others.
+
+    `strengths`: those that are stated for all.
+    """
+    if isinstance(adapters, str | PathLike | Adapter):
+        raise unlike(adapters, "adapters", "a list of snapshots")
+    snapshots, stated = [], list[float | None]()
+    for item in adapter_list(adapters):
+        text = meant(item) if isinstance(item, str) else None
+        path, strength = (
+            (text.path, number_of(text.strength)) if text else item if isinstance(item, tuple) else (item, None)
+        )
+        strength = (
+            item.strength
+            if isinstance(item, Adapter)
+            else number_of(strength)
+            if isinstance(strength, str)
+            else strength
+        )
+        stated.append(None if strength in (None, 1) else strength)
+        if not isinstance(path, str | PathLike | Adapter | Opened):
+            raise wrong_adapter(path)
+        snapshots.append(item if isinstance(item, Adapter) else path)
+    if is_finite(strengths) or isinstance(strengths, list | tuple):
+        stated = [strengths] * len(snapshots) if is_finite(strengths) else [*strengths]
+    if any(w is not None for w in stated):
+        raise UsageError("snapshots have weights, not strengths", "the list of snapshots",
+                         f"write `--weights {typed_weights(with_rest(stated))}` and the paths alone")  # fmt: skip
+    return snapshots
 
 
 def _expect_plain(job: AdapterJob, stated: Mapping[str, Any], setting: Mapping[str, Any]) -> None:

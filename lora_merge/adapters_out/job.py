@@ -19,7 +19,7 @@ from ..files.checkpoint import FOLDER_CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, pairs, without_part
+from ..options import MEANT, OPTIONS, dtype_name, finite, pairs, whole, without_part
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
@@ -55,6 +55,9 @@ OTHERS: Final = (CHANGES, SKIP, ERROR)
 OF_CHANGES, OF_TENSORS = "delta", "factors"
 SPACES: Final = (OF_CHANGES, OF_TENSORS)
 """The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
+
+TYPED: Final = {"number": finite, "whole": whole}
+"""Kind of an option → the check of its value."""
 
 RANK_OPTIONS: Final = ("rank", "conv_rank", "max_rank", "rank_for")
 """The options that state a rule for ranks."""
@@ -193,6 +196,8 @@ def adapter_job(request: Request) -> AdapterJob:
     if rules.has(NOISE) and command.inputs != "checkpoints":
         raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     # Step 3: the inputs and the output.
+    if not request.adapters:
+        raise UsageError(f"{command.name} needs an adapter", "adapters", 'write adapters=["style.safetensors"]')
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
     to = stated_dialect(stated.get("format", KEEP), "--format")
@@ -243,7 +248,10 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     if stray := next((name for name in of_merge if name in of_others), None):
         known = ", ".join(name for name, row in rows.items() if row.group)
         raise UsageError(f"{request.command.name} has no such option", f"--{stray.replace('_', '-')}",
-                         f"leave it out, or use one of {known}")  # fmt: skip
+                         f"leave it out, or use one of {known}").of_type()  # fmt: skip
+    for name, value in {**of_merge, **stated}.items():
+        if name in rows and isinstance(value, str) and rows[name].kind in TYPED:
+            TYPED[rows[name].kind](value, rows[name].flag)  # raises
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip

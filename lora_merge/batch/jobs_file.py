@@ -36,7 +36,7 @@ from ..sources.inputs import locate
 from ..text import plural, shown
 from .input_patterns import Search
 from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
-from .schema_errors import OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
+from .schema_errors import DATA, OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
 
@@ -130,7 +130,7 @@ def load(
         ]
         return tuple(BatchJob(n, COMMANDS[MERGE], job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
-    return _Loader(_plain(data), "jobs", expand("."), asked).entries()
+    return _Loader(_plain(data), DATA, expand("."), asked).entries()
 
 
 def _plain(value: Any) -> Any:
@@ -388,8 +388,8 @@ class _Loader:
                 words[name] = render_word(value, JOB_OPTIONS[name], values)
         return words
 
-    def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
-        """Return path, strength and parts; `path:0.8` is read as on the command line."""
+    def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter | Path:
+        """Return path, strength and parts, a path alone without both; `path:0.8` is read as on the command line."""
         path, tail = self.folder, None
         with self._noting((*place, "path")):
             written = render(entry.path, values)
@@ -399,6 +399,8 @@ class _Loader:
                 path = self._input(text)
                 if entry.strength is not None:
                     raise NoSuchName(f"a strength is given twice: {written!r} and {entry.strength}")
+        if entry.strength is None and tail is None and not entry.strength_for:
+            return path
         strength = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
         return Adapter(
             path, self._number((*place, "strength"), strength, values),

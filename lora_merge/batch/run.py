@@ -17,7 +17,7 @@ from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
-from ..options import switch
+from ..options import switch, unlike, whole
 from ..paths import expand
 from ..planning.downloads import downloads, fetch_all
 from ..planning.former_plans import FormerPlans
@@ -177,6 +177,8 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     switch(overwrite, "--overwrite")
     card = None if card is None else switch(card, "--card")
     by = find(executor)
+    if isinstance(workers.count, str):
+        whole(workers.count, "--workers")  # raises
     if workers.count is not None and (type(workers.count) is not int or workers.count < 1):
         raise UsageError(f"{shown(workers.count)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
@@ -281,7 +283,8 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         >>> [r.error.what for r in reports if r.status == "failed"]
         []
     """
-    switch(fail_fast, "--fail-fast")
+    if on_report is not None and not callable(on_report):
+        raise unlike(on_report, "on_report", "a function of a lora_merge.JobReport")
     ended, at = Reports(), Workers(workers, ray_address)
     with interruptible(), downloads_in(cache):
         batch = make_batch(path, workers=at, executor=executor, overwrite=overwrite, redo=redo, card=card)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
 from ..recipes.commands import COMMANDS
-from ..text import beginning
+from ..text import beginning, is_finite
 
 JOB_OPTIONS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""
@@ -52,7 +53,8 @@ def _strength(value: Any) -> Any:
         raise ValueError("a number with hundreds of digits") from None
     except ValueError:
         right = right_form(str(value))
-        raise ValueError(f"{value!r} is not a number and holds no template{right and f'; write {right}'}") from None
+        why = f"{value!r} is not a number, nor a template such as {{strength}}"
+        raise ValueError(f"{why}; write {right}" if right else why) from None
     if not math.isfinite(strength):
         raise ValueError(f"{value} is not finite")
     return strength
@@ -159,6 +161,11 @@ class AdapterEntry(_Strict):
 
 
 def _entry(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and is_finite(value[1]):
+        table = json.dumps(
+            {"path": value[0], "strength": value[1]}, ensure_ascii=False
+        )  # YAML and Python have it alike
+        raise ValueError(f"should be a path, or a table; write {table}")
     if not isinstance(value, str | dict | AdapterEntry):
         raise ValueError("should be a path, or a table such as {path: a.safetensors, strength: 0.5}")
     return {"path": value} if isinstance(value, str) else value

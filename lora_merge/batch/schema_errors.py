@@ -70,6 +70,10 @@ OTHER_NAMES: Final[Mapping[type[BaseModel], Mapping[str, str]]] = {
 """Field that people write from habit → what it is called here."""
 
 
+DATA: Final = "jobs"
+"""The name of jobs that a program gives, in place of that of a file."""
+
+
 def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageError:
     """Return the error for the mistakes in a jobs file; of one mistake, how to correct it may follow "; ".
 
@@ -80,7 +84,10 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         what = "a mergekit configuration, which merges checkpoints, not a jobs file"
         return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
-    fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` prints what is allowed"
+    correct = f"correct {'them' if count > 1 else 'it'}"
+    fix = f"{correct}; `lora-merge schema jobs` prints what is allowed"
+    if name == DATA:
+        fix = f"{correct}; `print(*lora_merge.typed_options.JobTable.__annotations__)` lists the fields"
     if not isinstance(value, Mapping):
         fix = "`lora-merge batch --init OTHER.yaml` writes a first one"
     elif "jobs" not in fields and JobEntry.model_fields.keys() & fields:
@@ -89,7 +96,7 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         ("write ", "did you mean ", "check ", "download ")
     ):
         where[0], _, fix = head
-    return UsageError(f"{what} in the jobs file", Lines.of(where), fix)
+    return UsageError(f"{what} in the jobs{'' if name == DATA else ' file'}", Lines.of(where), fix)
 
 
 MOST_SUGGESTED: Final = 200  # mistakes that come with the nearest right name

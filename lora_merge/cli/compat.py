@@ -340,6 +340,8 @@ def translated(args: Sequence[str], command: Command, parameters: Sequence[Any])
         return ""
     if command.inputs == "checkpoints" and by_role["adapters"]:  # it takes two models
         return ""
+    if command.merges and len({*files}) < len(files):  # a base is not its own adapter
+        return ""
     options, weighted = _options(by_role), "weights" in command.options
     first = int("base" in command.needs) if "strength" in command.options else 0 if weighted else len(files)
     if strengths and len(strengths) != len(files) - first:

@@ -105,7 +105,8 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
         if command[1:3] == ["extract", "BASE"]:
             free = [model for model in free if all(_are_alike(model, other) for other in models if other in command)]
         files = {"BASE": free[:1], "ADAPTER": adapters[:1], "ADAPTER2": adapters[1:2]}
-        return f"`{typed(file for word in command for file in files.get(word.partition(':')[0]) or [word])}`"
+        filled = [file for word in command for file in files.get(word.partition(":")[0]) or [word]]
+        return f"`{typed(filled)}`" if filled != words_of(match[1]) else match[0]
 
     ways = CODE.sub(fill, fix.written).split("; ")
     return "; ".join(way for way in ways if not (way.startswith("to ") and any(map(PLACE.search, CODE.findall(way)))))

@@ -57,7 +57,7 @@ def add_to(app: typer.Typer) -> None:
     for command, lines in (
         (verify, ("verify merged.safetensors", "verify merged.safetensors --full --search ~/models")),
         (replay, ("replay merged.safetensors -o again.safetensors",)),
-        (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o before",)),
+        (unmerge, ("unmerge merged.safetensors style.safetensors -o before",)),
         (doctor, ("doctor", "doctor /mnt/models")),
     ):
         add(app, command, *lines)
@@ -154,7 +154,8 @@ def unmerge(
     adapters: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="ADAPTER[:STRENGTH]...", help="Adapters with the strengths of the merge. [default: the recipe's]"
+            metavar="ADAPTER[:STRENGTH]...",
+            help="Adapters to take out, at the strengths of the recipe. [default: all of it]",
         ),
     ] = None,
     output: Annotated[str | None, OUTPUT] = None,

@@ -43,7 +43,7 @@ from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands
+from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands, wrong_adapter
 from ..models.blocks import groups
 from ..models.names import names
 from ..options import a_list
@@ -51,7 +51,7 @@ from ..planning.downloads import downloaded_paths
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted, watched
-from ..text import listed, one_line, plural
+from ..text import listed, number_of, one_line, plural
 from ..typed_options import PythonOptions
 from .loaded_adapter import LoadedAdapter
 from .state_index import TIED_CONFIG, index_of, tied_head, ties
@@ -292,6 +292,8 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
     for number, item in enumerate(summands(items)):
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
+        if number_of(strength) is not None:
+            raise wrong_adapter(item)
         if isinstance(source, Mapping):
             files.append(group(index_of(f"adapter {number}", source)))
             ref: Any = f"adapter {number}"

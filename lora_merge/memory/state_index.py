@@ -122,8 +122,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
     """
     path, infos = Path(f"<{name}>"), {}
     if not isinstance(tensors, Mapping):
-        fix = "give model.state_dict(); for files there is lora_merge.merge, for a model in place merge_into"
-        raise unlike(tensors, name, "a table of names and tensors", fix)
+        raise unlike(tensors, name, "a table of names and tensors, such as model.state_dict()")
 
     @lru_cache(maxsize=4)  # a tensor on a GPU is copied to the host once, also if it is read in pieces
     def of_tensor(value: Tensor) -> memoryview:

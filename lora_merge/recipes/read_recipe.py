@@ -7,6 +7,7 @@ are searched for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeAlias
@@ -72,20 +73,38 @@ def read_recipe(index: Index, instead: str = MERGE_FROM_INPUTS) -> Recipe:
     if text is None:
         raise InputError("the file says nothing about how it was made", str(index.path),
                          f"only outputs of lora-merge carry a recipe; {instead}")  # fmt: skip
-    value = parsed(text)
+    return _checked(parsed(text), index.path)
+
+
+def history(index: Index) -> list[Recipe]:
+    """Return the recipe of a merge, then that of its base if a merge has written that too, and so on; [] without one.
+
+    A damaged recipe, and those before it, are left out.
+    """
+    recipes: list[Recipe] = []
+    value = parsed(index.metadata.get(KEY, ""))
+    with suppress(InputError):
+        while value is not None:
+            recipes.append(_checked(value, index.path))
+            value = value["base"].get("recipe")
+    return recipes
+
+
+def _checked(value: Any, path: Path) -> Recipe:
+    """Return a recipe from its JSON value; InputError for one that is damaged, or of an adapter."""
     try:
-        if value is None:
+        if not isinstance(value, dict):
             raise ValueError("it is not a JSON object")
         if isinstance(command := value.get("command"), str):
-            raise InputError(f"an adapter that {command} has written, not a merged checkpoint", str(index.path),
+            raise InputError(f"an adapter that {command} has written, not a merged checkpoint", str(path),
                              "verify and replay take an adapter alone; name a merged checkpoint")  # fmt: skip
         recipe = _recipe_of(value)
-        recipe.job([index.path] * len(recipe.inputs), index.path)  # checks its values before a user adds others
+        recipe.job([path] * len(recipe.inputs), path)  # checks its values before a user adds others
         return recipe
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
-        raise damaged(index.path, str(e)) from e
+        raise damaged(path, str(e)) from e
     except UsageError as e:
-        raise damaged(index.path, f"{e.what} ({e.where})") from e
+        raise damaged(path, f"{e.what} ({e.where})") from e
 
 
 def damaged(path: Path, why: str) -> InputError:

@@ -175,7 +175,7 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
         CommandForm(
             "unmerge", "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
             base_needed=True, least=0, most=MANY, places=0, by_recipe=True,
-            help="Without adapters here: the ones that its recipe names. With some: at the strengths of the merge.",
+            help="Without adapters here: all that its recipe names. With some: those, at its strengths.",
         ),
         CommandForm(
             "replay", "Replay", "A finished file written again by its recipe.", product="Finished file",

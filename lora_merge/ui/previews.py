@@ -39,10 +39,10 @@ TRIED: Final = 3
 
 OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\): (.*?)(?: \(([^()]*)\))?(?:; (.*))?")
 """A mistake in a jobs file of one job, its place first or last: jobs (jobs[0]): density 7 is … (density); use …"""
-MISTAKE: Final = "in the jobs file"
+MISTAKE: Final = "in the jobs"
 """What the headline of mistakes has; another error has its own."""
-SCHEMA: Final = "schema jobs"
-"""What a fix for a jobs file names, and a form has no use for."""
+FIELDS: Final = "lists the fields"
+"""The end of a fix for jobs, which a form has no use for."""
 
 FileStates: TypeAlias = tuple[str, float, int]
 """A path, and the latest time and the bytes of the files there."""
@@ -206,4 +206,4 @@ def _of_form(e: UsageError) -> UsageError:
     place, what, inside, fix = mistake.groups()
     if MISTAKE not in e.what:
         return UsageError(e.what, what, e.fix)
-    return UsageError(what, place or inside or "", fix or ("correct it" if SCHEMA in e.fix else e.fix))
+    return UsageError(what, place or inside or "", fix or ("correct it" if e.fix.endswith(FIELDS) else e.fix))

@@ -84,6 +84,13 @@ def test_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word
     assert caught.value.fix == "write it after the adapter: a:0.5"
 
 
+def test_field_with_a_table_has_the_line_of_its_name(tmp_path: Path) -> None:
+    """Not that of the first field inside; a job's field at the top is said to be one."""
+    text = "version: 1\nmatrix:\n  a: [x]\njobs:\n- base: b\n  adapters: [a]\n  output: o\n  metadaten:\n    a: b\n"
+    said = refused(tmp_path, text)
+    assert ":2 (matrix): matrix is a field of a job" in said and ":8 (jobs[0].metadaten): no field" in said
+
+
 def test_file_of_the_contract(tmp_path: Path) -> None:
     entries = read(tmp_path, """\
 version: 1

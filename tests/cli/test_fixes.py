@@ -112,7 +112,6 @@ def test_tests_of_the_table_exist() -> None:
 
 SCENES: Final[dict[str, str]] = {
     "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models": "compare BASE A",
-    "write --t 0.5 for the middle; 0 is the first adapter, 1 the second": "BASE A B --method slerp -o x.safetensors",
     "choose what both have: --include …": "extract BASE HALF -o x.safetensors",
     "write it with --others diff, or drop it with --others skip": "extract BASE VECTORS --others error -o x.safetensors",
     "drop them with --others skip, or use --format kohya": "extract BASE VECTORS --format diffusers -o x.safetensors",
@@ -124,8 +123,10 @@ SCENES: Final[dict[str, str]] = {
     "write --dtype …, or --on-overflow saturate to cut such values to the largest": "BASE A:1e9 -o x.safetensors",
     "write --compute-dtype …, or lower the strength": "BASE A:1e300 -o x.safetensors",
     "name another: lora-merge batch --init OTHER.yaml": "batch --init JOBS.yaml",
-    "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
+    "…; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
     "write -s …": "BASE A -s 80%",
+    "write --weights …": "average A A --weights 0.7 -o x.safetensors",
+    "write --t 0.5; 0 is the first adapter, 1 the second": "combine A B --method slerp --rank 4 -o x.safetensors",
     "if it is the output, write -o …; else …": "BASE A out/",
     "merge it first: lora-merge BASE …": "extract BASE A",
     "name the base first, adapters after it; adapters alone: lora-merge combine A B": "A A",

@@ -680,14 +680,6 @@ def test_fix_is_the_corrected_line(run: Run, words: str, right: str) -> None:
     assert json.loads(run(*words.split(), "--json")[1].splitlines()[-1])["error"]["fix"].startswith(right[:20])
 
 
-def test_weights_of_snapshots_are_answered_at_once_in_python(run: Run) -> None:
-    """A strength in the path, and a list of strengths."""
-    for adapters, options in ((["lora:0.7", "loras/ink"], {}), (["lora", "loras/ink"], {"strengths": [0.7, 1]})):
-        with pytest.raises(lora_merge.MergeError) as e:
-            lora_merge.average(adapters, "p.safetensors", **options)  # type: ignore[arg-type]
-        assert e.value.fix == "write weights=[0.7,1]"
-
-
 def test_corrected_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
     """The other adapter is the file that is most like the missing one: no line says to merge it twice."""
     assert run("base", "lora", "lara", "--dry-run")[2].endswith("fix:   did you mean lora.safetensors, loras?\n")

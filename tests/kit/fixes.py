@@ -22,7 +22,6 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
     "write --max-memory …MiB or more":
         "tests/cli/test_habits.py::test_fix_is_the_corrected_line[base lora --max-memory 4-write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB]",
-    "write --weights …": "tests/cli/test_habits.py::test_weights_of_snapshots_are_answered_at_once_in_python",
     "write --rank 32, or choose the format kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
@@ -127,14 +126,13 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "it is a look at what else there is, or a report": (
         "read the weights too: --weights",
-        "correct them; lora-merge schema jobs prints what is allowed",
         "only outputs of lora-merge carry a recipe; …",
         "report this with lora-merge doctor's text",
         "use lora-merge compare A B, or name a base first",
     ),
+    "the command line has another, with the whole line": ("write --weights … and the paths alone",),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
-        "give --weights, one for each snapshot",
         "give its name, or print the report with --json",
     ),
 }
@@ -153,7 +151,7 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
     ),
     "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
-    "a call in Python": ("bring", "cast", "undo", "see", "for"),
+    "a call in Python": ("`print(*lora_merge.typed_options.JobTable.__annotations__)`", "bring", "cast", "undo", "see", "for"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),
 }  # fmt: skip

@@ -31,7 +31,7 @@ from tests.kit.models import sd1
 OPTION: Final = re.compile(
     r"(?<![\w-])(?P<flag>--[a-z][a-z-]*|-[os])(?![\w-])"
     r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|where|names|keeps|was|merges|changes|leaves|replaces|then|if|with)"
-    r"(?![\w./=])|--|\()(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.?)]))?"
+    r"(?![\w./=])|--|\()(?P<value>'[^']*'|\"[^\"]*\"|[^\s;]*[^\s,;:.?)]))?"
 )
 """An option of a fix, and its value where one follows."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 import lora_merge
 from lora_merge.errors import FitError, InputError, UsageError
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, metadata, save
@@ -93,9 +96,10 @@ def test_changes_that_depend_on_the_base_are_refused_and_the_base_is_named(files
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("words", "said"), [
-    (["b.safetensors"], "b.safetensors was merged as b.safetensors:0.7"),
+    (["b.safetensors:0.4"], "b.safetensors was merged as b.safetensors:0.7"),
     (["a.safetensors:1,te=0"], "a.safetensors was merged as a.safetensors:1"),
-    (["a.safetensors", "b.safetensors:0.7"], "at most one rounding step"),
+    (["a.safetensors", "b.safetensors:0.7"], "those before the merge by at most one rounding step"),
+    (["b.safetensors"], "those of a merge without b.safetensors by at most one rounding step"),
 ])  # fmt: skip
 def test_strengths_other_than_those_of_the_merge_are_noted(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
@@ -104,7 +108,8 @@ def test_strengths_other_than_those_of_the_merge_are_noted(
     code, _, told = run("unmerge", "merged.safetensors", *words, "-q", "-o", tmp_path / "out.safetensors")
     assert code == 0
     assert said in told
-    assert ("at most one rounding step" in told) == said.startswith("at most"), "a promise that is kept"
+    assert ("at most one rounding step" in told) == said.startswith("those"), "a promise that is kept"
+    assert ("warning: " in told) == (not said.startswith("those"))
 
 
 PROMISES = {"at most one": 1.0, "at most two": 2.0, "some": 8.0}
@@ -168,8 +173,67 @@ def test_quantisation_and_a_missing_recipe_are_named_in_the_note(tmp_path: Path)
         lora_merge.merge(base, lora, made := tmp_path / "made.safetensors", overwrite=True, **options)
         report = lora_merge.unmerge(made, lora, tmp_path / "out.safetensors", overwrite=True)
         said.append(" ".join(map(str, report.notes)))
-    assert "what quantisation loses" in said[0] and "this holds for" not in said[0]
-    assert "at most one rounding step of bf16" in said[1] and "this holds for a merge that" in said[1]
+    assert "what quantisation loses" in said[0]
+    assert "nothing in made.safetensors shows that l.safetensors was merged into it" in said[1]
+    assert "rounding step" not in said[1]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two merges one after the other: of ink at 0.5 and oil at 0.25 for a part, then of chalk; and an adapter apart."""
+    folder = tmp_path_factory.mktemp("small")
+    save({"a.weight": rand(16, 16).half(), "b.weight": rand(16, 16).half()}, folder / "base.safetensors")
+    for seed, name in enumerate(("ink", "oil", "chalk", "other")):
+        save({f"{n}.lora_{end}.weight": rand(*shape, seed=seed + 1) for n in "ab" for end, shape in (("up", (16, 2)), ("down", (2, 16)))},
+             folder / f"{name}.safetensors")  # fmt: skip
+    half = lora_merge.Adapter(folder / "oil.safetensors", 0.25, (("re:^a", 0.5),))
+    lora_merge.merge(folder / "base", [(folder / "ink", 0.5), half], folder / "first.safetensors")
+    lora_merge.merge(folder / "first", folder / "chalk", folder / "both.safetensors")
+    shutil.copyfile(folder / "ink.safetensors", folder / "renamed.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("name", "strengths"), [
+    ("ink", [-0.5]), ("renamed", [-0.5]), ("chalk", [-1.0]), ("oil", [-0.25]), (["ink", "ink"], [-0.5]),
+    (["oil", "ink"], [-0.25, -0.5]), ([("ink", 0.25)], [-0.25]),
+])  # fmt: skip
+def test_adapter_alone_is_taken_out_at_the_strengths_of_its_merge(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, strengths: list[float]
+) -> None:
+    """Also of a merge before the last one, and of a copy with another name."""
+    monkeypatch.chdir(small)
+    report = lora_merge.unmerge("both", name, tmp_path / "out.safetensors")
+    assert [
+        a.strength for a in COMMANDS["unmerge"].job(name, "x", small / "both.safetensors", {}).adapters
+    ] == strengths
+    assert ("the result is not the base" in str(report.notes)) == (strengths == [-0.25] and name != "oil")
+
+
+@pytest.mark.parametrize(("merged", "adapter", "what"), [
+    ("both", "other", "other.safetensors is not merged into both.safetensors"),
+    ("both", ("ink", 1), "ink.safetensors was merged as ink.safetensors:0.5, not ink.safetensors:1"),
+    ("both", ("ink", -0.5), "ink.safetensors was merged as ink.safetensors:0.5, not ink.safetensors:-0.5"),
+    ("both", ("oil", 0.25), "oil.safetensors was merged as oil.safetensors:0.25,re:^a=0.5, not oil.safetensors:0.25"),
+    ("without", "ink", "ink.safetensors is not merged into without.safetensors"),
+])  # fmt: skip
+def test_more_than_was_merged_is_not_taken_out(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: str, adapter: Any, *, what: str
+) -> None:
+    """Nor twice. The error names what the recipes name."""
+    monkeypatch.chdir(small)
+    if merged == "without" and not Path("without.safetensors").exists():
+        lora_merge.unmerge("both", "ink", "without")
+    with pytest.raises(FitError, match=re.escape(what)) as failed:
+        lora_merge.unmerge(merged, adapter, tmp_path / "out.safetensors")
+    assert "ink.safetensors:0.5" in str(failed.value) or "oil" in what
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_namesake_with_other_bytes_is_no_all_clear(small: Path, tmp_path: Path) -> None:
+    shutil.copyfile(small / "other.safetensors", tmp_path / "ink.safetensors")
+    report = lora_merge.unmerge(small / "both", tmp_path / "ink", tmp_path / "out.safetensors")
+    assert "ink.safetensors was edited since it was merged" in str(report.notes)
+    assert "rounding step" not in str(report.notes)
 
 
 def test_setting_of_a_recipe_that_no_adapter_uses_is_damage_and_no_mistake_of_the_user(

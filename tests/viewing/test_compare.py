@@ -16,7 +16,7 @@ import lora_merge
 from lora_merge.errors import InputError, ShapeMismatch, UsageError
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.compare_models import COMPARED_NUMBERS
-from lora_merge.viewing.compare_verdict import signed
+from lora_merge.viewing.compare_verdict import adapter_verdict, signed
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.json_schemas import schema_of
 from tests.bench import inputs
@@ -366,3 +366,8 @@ def test_two_models_are_compared_in_one_and_a_half_times_the_time_of_a_merge(tmp
     merged = min(seconds(lambda: lora_merge.merge(base, lora, out, overwrite=True)) for _ in range(2))
     compared = min(seconds(lambda: compare(base, out)) for _ in range(2))
     assert compared <= 1.5 * merged
+
+
+def test_kind_of_model_has_an_article() -> None:
+    result = {"total": {}, "modules": {}, "made_for": ("Flux.1", "transformers language model")}
+    assert "A is for Flux.1, B for a transformers language model; no" in adapter_verdict(result)["text"]

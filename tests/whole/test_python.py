@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import inspect as signatures
 import json
 import re
+import shutil
 import subprocess
 import sys
 import typing
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import typed_options
+from lora_merge import call_errors, typed_options
 from lora_merge.command import Command
 from lora_merge.errors import UsageError, VerificationFailed
 from lora_merge.options import OPTIONS
@@ -304,3 +306,189 @@ def test_path_names_the_output_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     names = ["merged", "both", "small", "other", "mean", "gone", "kohya", "again", "back", "saved"]
     assert [report.output for report in made] == [str(tmp_path / name) for name in names]
     assert all((tmp_path / name).is_file() for name in names)
+
+
+STATE = {"a.weight": torch.ones(8, 4)}
+NET = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 8, bias=False)})
+JOB = {"base": "base", "adapters": ["ink.safetensors"], "output": "out"}
+
+SLIPS = [
+    # call, the fix that it is answered with
+    ("merge()", 'write base="base.safetensors"'),
+    ("merge('base', [('ink.safetensors', '0.5')], 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', ('ink.safetensors', '0.5'), 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', ['ink.safetensors', '0.5'], 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', [['ink.safetensors', 0.5]], 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', {'ink.safetensors': '0.5'}, 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', [{'path': 'ink.safetensors', 'strength': 0.5}], 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', Adapter('ink.safetensors', '0.5'), 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', 'ink', 'out', strength=0.5)", "write strength=[0.5]"),
+    ("merge('base', 'ink', 'out', strength='0.5')", "write strength=[0.5]"),
+    ("merge('base', 'ink', 'out', 'bf16')", 'write dtype="bf16"'),
+    ("merge('base', 'ink', 'out', dtyp='bf16')", "did you mean dtype?"),
+    ("merge(model='base', adapters='ink', output='out')", "did you mean base?"),
+    ("merge('base', 'ink', ['out'])", 'write output="out"'),
+    ("merge('base', 'ink', 'out', strength_for='model=0.5')", 'write strength_for={"model": 0.5}'),
+    ("merge('base', 'ink', 'out', strength_for=('model', 0.5))", 'write strength_for={"model": 0.5}'),
+    ("merge('base', 'ink', 'out', seed='1')", "write seed=1"),
+    ("merge('base', 'ink', 'out', overwrite='yes')", "write overwrite=True"),
+    ("merge('base', 'ink', 'out', metadata='a=b')", 'write metadata={"a": "b"}'),
+    ("merge(STATE, 'ink', 'out')", "for a state dict use merge_state_dict()"),
+    ("merge(NET, 'ink', 'out')", "for a model in memory use merge_into(), or give its state_dict() to merge_state_dict()"),
+    ("merge('base', NET, 'out')", "for a model in memory use merge_into(), or give its state_dict() to merge_state_dict()"),
+    ("merge('base', STATE, 'out')", "for tensors in memory use merge_state_dict() or merge_into(); to files, save them first"),
+    ("merge('base', 5, 'out')", 'give a path, or a pair such as ("a.safetensors", 0.8), or a list of these'),
+    ("merge('base', 'ink', 'oil', 'out')", 'write merge("base", ["ink", "oil"], "out")'),
+    ("plan('base', [('ink.safetensors', '0.5')])", 'write ("ink.safetensors", 0.5)'),
+    ("unmerge()", 'write merged="merged.safetensors"'),
+    ("unmerge('m', [('ink.safetensors', '1')], 'out')", 'write ("ink.safetensors", 1)'),
+    ("unmerge('m', 'ink', 'out', ['.'])", 'write search=["."]'),
+    ("replay('m')", 'write output="out.safetensors"'),
+    ("replay('m', 'out', ['.'])", 'write search=["."]'),
+    ("verify('m', full='yes')", "write full=True"),
+    ("verify('m', serch=['.'])", "did you mean search?"),
+    ("inspect(['ink', 'oil'])", 'write path="ink", and one call for each'),
+    ("inspect(STATE)", 'save it first: safetensors.torch.save_file(tensors, "model.safetensors")'),
+    ("inspect('ink', weight=True)", "did you mean weights?"),
+    ("inspect('base', 'ink', True)", "write weights=True"),
+    ("inspect('base', adapters='ink')", "did you mean adapter?"),
+    ("compare('base')", 'write b="tuned.safetensors"'),
+    ("compare(['base'], 'm')", 'write a="base"'),
+    ("combine('ink', 'oil', 'out')", 'write combine(["ink", "oil"], "out")'),
+    ("combine([], 'out')", 'write adapters=["style.safetensors"]'),
+    ("combine(['ink', 'oil'], 'out', strengths=0.5)", "write strength=[0.5, 0.5]"),
+    ("combine(['ink', 'oil'], 'out', method='ties', rank=1, density='0.5')", "write density=0.5"),
+    ("resize('ink', 'out')", "write rank=16"),
+    ("resize('ink', 'out', 1)", "write rank=1"),
+    ("resize('ink', 'out', dim=1)", "did you mean rank?"),
+    ("resize(['ink'], 'out', rank=1)", 'write adapter="ink"'),
+    ("convert('ink', 'out', 'peft')", 'write to="peft"'),
+    ("convert('ink', 'out', format='peft')", "did you mean to?"),
+    ("convert('ink', 'out', to='peft', rank=1, max_rank='1')", "write max_rank=1"),
+    ("extract('base', 'm', 'out', 1)", "write rank=1"),
+    ("extract('base', ['m'], 'out')", 'write tuned="m"'),
+    ("average(['ink.safetensors:0.7', 'oil'], 'out')", "write weights=[0.7,0.3] and the paths alone"),
+    ("average(['ink', 'oil'], 'out', strengths=[0.7, 0.3])", "write weights=[0.7,0.3] and the paths alone"),
+    ("average([('ink', 0.7), ('oil', 0.3)], 'out')", "write weights=[0.7,0.3] and the paths alone"),
+    ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3] and the paths alone"),
+    ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3] and the paths alone"),
+    ("average(['ink', 'oil'], 'out', [0.7, 0.3])", "write weights=[0.7, 0.3]"),
+    ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7, 0.3]"),
+    ("average(['ink', 'oil'], 'out', weights=[0.7])", "write weights=[0.7,0.3]"),
+    ("average(['ink', 'oil'], 'out', weights='0.7,0.3')", "write weights=[0.7, 0.3]"),
+    ("average(['ink', 'oil'], 'out', weight=[0.7, 0.3])", "did you mean weights?"),
+    ("average(['ink', 'oil'], 'out', ema='0.9')", "write ema=0.9"),
+    ("average('ink', 'out')", 'write adapters=["ink"]'),
+    ("load_adapter(['ink'])", 'write path="ink"'),
+    ("load_adapter('ink').delta()", "write name=adapter.modules[0]"),
+    ("load_adapter('ink').save('out', 'peft')", 'write format="peft"'),
+    ("load_adapter('ink').save('out', to='peft')", "did you mean format?"),
+    ("merge_state_dict('base', 'ink')", "for a file use merge()"),
+    ("merge_state_dict(STATE)", 'write adapters=["style.safetensors"]'),
+    ("merge_state_dict(STATE, NET)", "for a model in memory use merge_into(), or give its state_dict() to merge_state_dict()"),
+    ("merge_state_dict(STATE, [('ink.safetensors', '0.5')])", 'write ("ink.safetensors", 0.5)'),
+    ("merge_into(NET)", 'write adapters=["style.safetensors"]'),
+    ("run_batch()", 'write path="jobs.yaml"'),
+    ("run_batch([JOB], 2)", "write workers=2"),
+    ("run_batch([JOB], workers='1')", "write workers=1"),
+    ("run_batch([JOB], worker=1)", "did you mean workers?"),
+    ("run_batch([JOB], on_report=5)", "give a function of a lora_merge.JobReport"),
+    ("run_batch([{**JOB, 'adapters': [('ink.safetensors', 0.5)]}])", 'write {"path": "ink.safetensors", "strength": 0.5}'),
+    ("plan_batch([{**JOB, 'matrix': {'x': 5}}])",
+     "correct it; print(*lora_merge.typed_options.JobTable.__annotations__) lists the fields"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, two adapters, and the merge with one, of a few bytes; and the files of examples."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for name in ("base", "tuned"):
+        save({"a.weight": torch.rand(8, 4)}, folder / f"{name}.safetensors")
+    for name in ("ink", "oil", "style"):
+        factors = {"a.lora_A.weight": torch.rand(1, 4), "a.lora_B.weight": torch.rand(8, 1)}
+        save(factors, folder / f"{name}.safetensors")
+    for name in ("m", "merged"):
+        lora_merge.merge(folder / "base", folder / ("ink" if name == "m" else "style"), folder / f"{name}.safetensors")
+    (folder / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [JOB]}))
+    return folder
+
+
+def answered(call: str) -> UsageError:
+    """The error of a call, which has no option as the command line has it."""
+    with pytest.raises(UsageError) as failed:
+        eval(call, {**vars(lora_merge), "STATE": STATE, "NET": NET, "JOB": JOB, "adapter": None}, Names())
+    assert "--" not in str(failed.value) and "lora-merge " not in str(failed.value), failed.value
+    return failed.value
+
+
+class Names(dict[str, Any]):
+    """The public names, which are loaded when they are used."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(lora_merge, name) if name in lora_merge.__all__ else {}[name]
+
+
+@pytest.mark.parametrize(("call", "fix"), SLIPS, ids=[call for call, _ in SLIPS])
+def test_slip_in_a_call_is_answered_in_python(call: str, fix: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny)
+    assert answered(call).fix == fix
+
+
+def corrected(call: str, fix: str) -> str | None:
+    """The call with the correction that a fix states; None for advice in words."""
+    tree = ast.parse(call, mode="eval")
+    outer = tree.body
+    assert isinstance(outer, ast.Call)
+    kind = lora_merge.OpenAdapter if isinstance(outer.func, ast.Attribute) else lora_merge
+    function = signatures.signature(getattr(kind, ast.unparse(outer.func).rpartition(".")[2]))
+    placed = [p.name for p in function.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    given = dict(zip(placed, outer.args, strict=False)) | {str(k.arg): k.value for k in outer.keywords}
+    if right := re.fullmatch(r"did you mean (\w+)\?", fix):
+        wrong = next(name for name in given if name not in function.parameters)
+        given[right[1]] = given.pop(wrong)
+    elif right := re.fullmatch(
+        r"write (\w+)=(.*?)(?:, and one call for each)?", fix.removesuffix(" and the paths alone")
+    ):
+        given.pop("strengths", None)
+        given |= {right[1]: ast.parse(right[2].replace("adapter.", "load_adapter('ink')."), mode="eval").body}
+        if fix.endswith("alone"):
+            given["adapters"] = ast.parse("['ink', 'oil']", mode="eval").body
+    elif fix.startswith("write ("):
+        given["adapters"] = ast.parse(f"[{fix.removeprefix('write ')}]", mode="eval").body
+    elif fix.startswith("write {"):
+        return f"run_batch([{{**JOB, 'adapters': [{fix.removeprefix('write ')}]}}])"
+    else:
+        return fix.removeprefix("write ") if fix.startswith("write ") else None
+    return f"{ast.unparse(outer.func)}({', '.join(f'{name}={ast.unparse(value)}' for name, value in given.items())})"
+
+
+PROPOSED = [(call, right) for call, fix in SLIPS if (right := corrected(call, fix))]
+"""Each call with the one that is proposed."""
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize(("call", "right"), PROPOSED, ids=[right for _, right in PROPOSED])
+def test_proposed_call_works(
+    call: str, right: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If another argument is missing too, it is the one that is asked for next."""
+    shutil.copytree(tiny, tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path / "tiny")
+    while True:
+        try:
+            eval(right, {"STATE": STATE, "NET": NET, "JOB": JOB}, Names())
+            return
+        except UsageError as e:
+            assert e.what.endswith("is missing") or e.what.startswith("no adapter"), (right, e)
+            right = corrected(right, e.fix if e.fix.startswith("write ") else "write adapters=['ink']") or ""
+
+
+def test_every_parameter_has_words_for_its_kind_and_an_example() -> None:
+    methods = [m for kind in (lora_merge.OpenAdapter, lora_merge.AdapterSum)
+               for name, m in signatures.getmembers(kind, signatures.isfunction) if name[0] != "_"]  # fmt: skip
+    for function in (*FUNCTIONS, *methods):
+        for parameter in signatures.signature(function).parameters.values():
+            if parameter.name not in ("self", "options"):
+                assert call_errors.annotation_of(parameter) in call_errors.VALUE_KINDS, (function, parameter)
+                assert parameter.default is not parameter.empty or parameter.name in call_errors.EXAMPLES
