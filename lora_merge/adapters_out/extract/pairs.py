@@ -194,7 +194,7 @@ def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, shar
     if share and not all(lookup.known and lookup.known.component not in PARTS for lookup in (first, other)):
         return None
     what = f"different models: {kind_of_model(first.what)} and {kind_of_model(other.what)}"
-    return FitError(what, f"{one.path} and {two.path}", "give a base, and a checkpoint that was tuned from it")
+    return FitError(what, f"{one.path} and {two.path}", ITS_BASE)
 
 
 def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitError | None) -> str:
