@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 from .paths import input_name
-from .survival import CHANCE_SHARE, ENOUGH, lost_in_rounding
+from .survival import ENOUGH, lost_in_rounding, survived
 from .text import Note
 
 if TYPE_CHECKING:
@@ -59,9 +59,14 @@ class Share(NamedTuple):
         return Share(scale * self.change, scale * self.intended, self.applied and scale * self.applied)
 
     @property
-    def retained(self) -> float | None:
+    def measured(self) -> float | None:
         """⟨applied, intended⟩ / ‖intended‖²; None where nothing is intended, or it is not known."""
         return self.applied / self.intended if self.intended and self.applied is not None else None
+
+    @property
+    def retained(self) -> float | None:
+        """The share that survives, as reports have it."""
+        return None if self.measured is None else survived(self.measured)
 
 
 NO_SHARE: Final = Share()
@@ -117,8 +122,8 @@ class Measure:
 
     @property
     def fails(self) -> bool:
-        """Whether what survives of the change is not enough, or is less than the noise of rounding."""
-        return self.all.retained is not None and (self.all.retained < ENOUGH or self.all.retained > CHANCE_SHARE)
+        """Whether what survives of the change is not enough."""
+        return self.all.retained is not None and self.all.retained < ENOUGH
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """Return the numbers as reports have them; `count` is the number of adapters."""
@@ -219,7 +224,7 @@ class Measures:
         for number, (ref, measure) in enumerate(zip(job.adapters, self.of_adapters(len(job.adapters)), strict=True)):
             if number not in proven and measure.loses(ENOUGH) and not measure.cut:
                 wider = "write --dtype fp32"
-                yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), "the output's dtype", wider,
+                yield lost_in_rounding(measure.all.measured or 0.0, input_name(ref.path), "the output's dtype", wider,
                                        f"{wider}, or round with --rounding stochastic")  # fmt: skip
 
     @property

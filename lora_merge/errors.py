@@ -136,6 +136,10 @@ class InputError(MergeError):
     exit_code = 3
 
 
+class NoAdapter(UsageError):
+    """A model is named without an adapter."""
+
+
 class AdapterAsBase(InputError):
     """An adapter is given where a model belongs."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +13,12 @@ THOUSANDS: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
 
 VALUE_WIDTH: Final = 200  # characters of a value
-LONGER: Final = {"undo": 3 * VALUE_WIDTH, "warning": 5 * VALUE_WIDTH, "note": 2 * VALUE_WIDTH}
+LONGER: Final = {
+    "undo": 3 * VALUE_WIDTH,
+    "warning": 5 * VALUE_WIDTH,
+    "verdict": 5 * VALUE_WIDTH,
+    "note": 2 * VALUE_WIDTH,
+}
 """Name of a row → characters of its value, where that is more."""
 
 TEXT_SLACK: Final = 40
@@ -143,9 +149,20 @@ def strengths(parts: Mapping[str, Mapping[Any, int]]) -> str:
     return ", ".join(pieces)
 
 
-def percent(share: float) -> str:
-    """Return a share: `1.43%`, `0.0012%`; never zero for what is not."""
-    return f"{share:.2%}" if share >= 0.0005 or not share else f"{100 * share:.2g}%"
+MANY_TIMES: Final = 10
+"""A ratio from which on it is no longer in percent."""
+
+
+def percent(ratio: float, digits: int = 3) -> str:
+    """Return a ratio in percent: "1.43 %", "199 %", "0.0000012 %"; "140 times" where it is large."""
+    often = ratio >= MANY_TIMES
+    number = f"{Decimal(f'{ratio if often else 100 * ratio:.{digits}g}'):f}"  # without an exponent
+    return f"{number} {'times' if often else '%'}"
+
+
+def share_of(ratio: float, of: str, digits: int = 3) -> str:
+    """Return how large a thing is compared with another: "2 % of the weights", "140 times the weights"."""
+    return f"{percent(ratio, digits)} {'of ' * (ratio < MANY_TIMES)}{of}"
 
 
 class Facts(Mapping[str, Any]):

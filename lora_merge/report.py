@@ -9,12 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from .facts import Fact, line, percent, strengths
+from .change_statistics import RETAINED
+from .facts import Fact, line, percent, share_of, strengths
 from .merge_methods import SUM
-from .survival import grade, is_noise, judged, worst
+from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
-
-ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's dtype are larger than the change there."
 
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
@@ -30,6 +29,9 @@ NOT_THE_BASE: Final = "the result is not the base"
 
 LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 """The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
+
+AS_LARGE: Final = 0.95
+"""A change of so much of the weights leaves little of them; those of trainings are a few percent."""
 
 DONE: Final = frozenset({"merged", "made", "skipped"})
 """Status of jobs of a batch whose output exists."""
@@ -160,13 +162,12 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
     if report["codes"]:
         yield line("format", codes_line(report["codes"]))
-    added = (row for row in report["coverage"].values() if _strengths(row["strengths"])[-1] > 0)
-    words = dict.fromkeys(word for row in added for word in row["trigger_words"])
-    if words:
+    if words := trigger_words(report["coverage"]):
         yield line("triggers", ", ".join(words))
     yield from map(note_row, report["notes"])
     for name, row in report["coverage"].items():
         yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, unasked(row["notes"]))
+    yield from (line("warning", warning) for warning in too_large(report["numbers"]))
     if report["saturated"]:
         yield line("cut", cut_numbers(report["saturated"]))
     if (proof := report["verified"]) is not None:
@@ -185,6 +186,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("wrote", f"{wrote} on {report['device']}, computed in {report['compute_dtype']}; {memory}")
     if report["device_choice"]:
         yield line("device", f"{report['device']}: {report['device_choice']}")
+    yield from (line("warning", warning) for warning in too_large(report["numbers"]))
     if report["saturated"]:
         yield line("cut", cut_numbers(report["saturated"]))
     yield from survival_rows([(name, row["strengths"]) for name, row in report["coverage"].items()],
@@ -219,9 +221,15 @@ def survival_rows(
     known = [(share, name) for name, _, _, share in rows if share is not None]
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
-        of_each = judged(least, "each adapter's change")
-        words = judged(least, f"the change of {name}") if is_noise(least) else f"at least {of_each}; lowest: {name}"
+        of_each, of_one = judged(least, "each adapter's change"), judged(least, f"the change of {name}")
+        words = of_one if spoken(least) == NOTHING else f"at least {of_each}; lowest: {name}"
         yield Fact("survives", words, style=grade(least).style)
+
+
+def trigger_words(coverage: Mapping[str, Any]) -> list[str]:
+    """Return the trigger words of adapters that were added, not subtracted, from the coverage of a report."""
+    added = (row for row in coverage.values() if _strengths(row["strengths"])[-1] > 0)
+    return [*dict.fromkeys(word for row in added for word in row.get("trigger_words", ()))]
 
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
@@ -344,6 +352,7 @@ def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     else:
         adapters = [(row["adapter"], row["strengths"]) for row in proof["retained"]]
         yield from survival_rows(adapters, proof["survival"], each=verbose)
+        yield from (line("warning", warning) for warning in too_large(proof["numbers"]))
         if verbose:
             yield from proof_rows(proof, verbose=True)
             return
@@ -362,7 +371,7 @@ def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str
         return "every tensor is in the file; this method has no second computation to compare with"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} recomputed in fp64"
     worst_layer = f"worst residual {proof['worst_residual']:.3g}"
-    return f"{layers}: {worst_layer if verbose else 'the share that survives is right'}"
+    return f"{layers}: {worst_layer if verbose else 'the same share survives'}"
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -398,24 +407,42 @@ def effect(numbers: Mapping[str, Any]) -> str:
     if every["ratio"] is None:
         words = "the changed weights were zero"
     else:
-        words = f"{percent(every['ratio'])} of the weights (‖ΔW‖ / ‖W‖), {every['changed']:.1%} of their numbers differ"
+        moved_by, differ = size_of_change(numbers, "the weights"), percent(every["changed"])
+        words = f"{moved_by} (‖ΔW‖ / ‖W‖), {differ} of their numbers differ"
     if numbers["below"]:
-        words += f"; less than 90% of it is in {plural(numbers['below'], 'weight')}, least in {numbers['worst']}"
+        weights = plural(numbers["below"], "weight")
+        words += f"; less than {spoken(RETAINED)} of it is in {weights}, least in {numbers['worst']}"
     return words
 
 
 def moved(numbers: Mapping[str, Any]) -> str:
     """Return how far a merge moves the weights that it changes."""
-    ratio = numbers["all"]["ratio"] if numbers else None
-    return "" if ratio is None else f", by {100 * ratio:.2g} % of their weights"
+    known = numbers and numbers["all"]["ratio"] is not None
+    return f", by {size_of_change(numbers, 'their weights')}" if known else ""
+
+
+def size_of_change(numbers: Mapping[str, Any], weights: str) -> str:
+    """Return how large a change is: "2.03 % of the weights", "about 2 % …" where some rows of them were looked at."""
+    every = numbers["all"]
+    sampled = bool(every["elements"] < every["of"])
+    return "about " * sampled + share_of(every["ratio"], weights, 2 if sampled else 3)
+
+
+def too_large(numbers: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning if a change is as large as the weights."""
+    if numbers and (numbers["all"]["ratio"] or 0) >= AS_LARGE:
+        yield (
+            f"the change is {size_of_change(numbers, 'the weights')}; trained changes are a few percent of them: "
+            "check the strengths, and that the adapters are for this base"
+        )
 
 
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
-    known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
+    known = f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}"
     unknown, left = " and ".join(matching.get("why", {})), matching["modules"] - matching["proven"]
-    others = f"; for {left} more, the values alone (the independent check cannot resolve {unknown})"
-    return known + (others if unknown else "")
+    others = f"; the values of the other {left} are right, their placement was not checked a second time (the second "
+    return f"{known}{others}reading cannot resolve {unknown})" if unknown else known
 
 
 def unused(account: Mapping[str, Any]) -> str:
@@ -431,6 +458,6 @@ def second_reading(matching: Mapping[str, Any]) -> str:
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
-    more = f"; of {left} the values but not the placement: {names}; the independent check cannot resolve {unknown}"
+    more = f"; of the other {left} the values alone: {names}; the second reading cannot resolve {unknown}"
     more = more if left else ""
-    return f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
+    return f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"

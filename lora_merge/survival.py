@@ -1,8 +1,9 @@
 """The share of a change that survives in an output, how it is judged, and the words for it.
 
 One measure for all commands: ⟨Δ̂, Δ⟩ / ‖Δ‖² of the intended change Δ and the change Δ̂ that the output makes. Reports of
-merges have it as `retained`. What a rank leaves out is at right angles to what it keeps: there it is 1 − ‖Δ − Δ̂‖² /
-‖Δ‖², the `energy` in reports of written adapters, and what the rule `--rank energy:x` keeps at least.
+merges have it as `retained`, from 0 to 1, as `survived` returns it. What a rank leaves out is at right angles to what
+it keeps: there it is 1 − ‖Δ − Δ̂‖² / ‖Δ‖², the `energy` in reports of written adapters, and what the rule `--rank
+energy:x` keeps at least.
 """
 
 from __future__ import annotations
@@ -37,13 +38,19 @@ TARGETS: Final = (GRADES[2].least, GRADES[1].least, GRADES[0].least)
 CHANCE_SHARE: Final = 1.1
 """A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
 
-LOST: Final = "lost in rounding"
-"""The judgement on a share that no change has: the noise of rounding is larger than the change."""
+NOTHING, LOST = "nothing", "lost in rounding"
+"""A share of nothing in words, and the judgement on it."""
+
+
+def survived(measured: float) -> float:
+    """Return a measured share as reports have it, 0 to 1: what rounding adds to a change by chance is none of it, and
+    nothing survives where the noise of rounding is larger than the change."""
+    return 0.0 if measured > CHANCE_SHARE else max(min(measured, 1.0), 0.0)
 
 
 def grade(share: float) -> Grade:
-    """Return the judgement on a share; noise of rounding that is larger than the change is no change that survives."""
-    return next(row for row in GRADES if share >= row.least) if share <= CHANCE_SHARE else GRADES[-1]
+    """Return the judgement on a share."""
+    return next((row for row in GRADES if share >= row.least), GRADES[-1])
 
 
 def worst(shares: Iterable[float]) -> float | None:
@@ -56,28 +63,20 @@ def target(share: float) -> float:
     return next(least for least in TARGETS if share < least)
 
 
-def is_noise(share: float) -> bool:
-    """Return whether a share is one of noise: no change has it, as rounding is larger than the change."""
-    return not 1 - CHANCE_SHARE <= share <= CHANCE_SHARE
-
-
 def percent(share: float) -> float:
     """Return a share in percent, 0 to 100, with few digits, which lead to the same judgement as the share itself."""
-    share = min(max(share, 0.0), 1.0)
     rounded = round(100 * share, 0 if 0.01 <= share < GRADES[2].least else 1)
     return rounded if grade(rounded / 100) is grade(share) else math.floor(1000 * share) / 10
 
 
 def spoken(share: float | None) -> str:
-    """Return a share in words: "99.8 %"; "nothing" where rounding is larger than the change."""
-    if share is None:
-        return "?"
-    return "nothing" if is_noise(share) else f"{percent(share):g} %"
+    """Return a share in words: "99.8 %", or "nothing"."""
+    return "?" if share is None else f"{percent(share):g} %" if percent(share) else NOTHING
 
 
 def judged(share: float, of: str = "") -> str:
     """Return a share of something with its judgement: "60 % of the change (poor)"."""
-    return f"{spoken(share)}{f' of {of}' * bool(of)} ({LOST if is_noise(share) else grade(share).word})"
+    return f"{spoken(share)}{f' of {of}' * bool(of)} ({grade(share).word if percent(share) else LOST})"
 
 
 def lost(share: float) -> str:
@@ -85,12 +84,12 @@ def lost(share: float) -> str:
     return f"{100 - percent(share):.3g} %"
 
 
-def lost_in_rounding(share: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:
+def lost_in_rounding(measured: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:
     """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
     wider dtype; `fix`: all that can be done."""
-    if share > CHANCE_SHARE:
+    if measured > CHANCE_SHARE:
         return Note(f"the change of {adapter} is lost: rounding to {dtypes} is larger than the change: {wider}")
-    return Note(f"{lost(share)} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
+    return Note(f"{lost(survived(measured))} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
 
 
 def judgement(adapter: str, share: float | None) -> dict[str, Any]:

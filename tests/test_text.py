@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import unicodedata
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.errors import UsageError
-from lora_merge.facts import percent, run_label, runs
+from lora_merge.facts import percent, run_label, runs, share_of
+from lora_merge.report import moved, too_large
 from lora_merge.text import (
     CODE,
     Lines,
@@ -75,7 +77,25 @@ def test_amounts_have_three_digits_and_a_unit_once() -> None:
 
 
 def test_small_share_is_not_shown_as_none() -> None:
-    assert [percent(share) for share in (0.0, 4.924e-6, 0.0143, 1.0)] == ["0.00%", "0.00049%", "1.43%", "100.00%"]
+    shares = {0.0: "0 %", 4.924e-9: "0.000000492 %", 0.0143: "1.43 %", 0.02: "2 %", 1.99: "199 %", 140.2: "140 times"}
+    assert {share: percent(share) for share in shares} == shares
+    assert [share_of(share, "the weights", 2) for share in (1.99, 1e5)] == [
+        "200 % of the weights",
+        "100000 times the weights",
+    ]
+
+
+def test_change_as_large_as_the_weights_is_a_warning() -> None:
+    """Some rows of a change show about its size."""
+
+    def numbers(ratio: float | None, read: int) -> dict[str, Any]:
+        return {"all": {"ratio": ratio, "elements": read, "of": 10}}
+
+    assert moved(numbers(0.0193, 4)) == ", by about 1.9 % of their weights"
+    assert moved(numbers(0.02, 10)) == ", by 2 % of their weights"
+    assert not [*too_large({}), *too_large(numbers(None, 4)), *too_large(numbers(0.5, 4))]
+    (warning,) = too_large(numbers(141.2, 4))
+    assert warning.startswith("the change is about 140 times the weights")
 
 
 def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:

@@ -19,7 +19,7 @@ from ..algorithms.whole import SET
 from ..dtypes import FLOATS, WHOLE_DTYPES, Shape, StoredTensor, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
-from ..files.file_signatures import PIPELINE_PARTS, component, foreign, instead
+from ..files.file_signatures import instead
 from ..files.gguf.adapter import with_numbers
 from ..models.names import UNKNOWN_TITLE, names
 from ..paths import typed
@@ -230,13 +230,9 @@ def _model_in_its_place(index: Index) -> InputError | None:
 def _kind(index: Index) -> str:
     """Return what a file without adapter tensors is; "" if its keys do not show it."""
     known = names(index)
-    if what := foreign(index.tensors):
-        return what
-    title, part = known.architecture, PIPELINE_PARTS.get(known.parts[0].role, "") if known.parts else ""
-    if title != UNKNOWN_TITLE and not part:
-        return f"{MODEL_PREFIX}{title}"
-    what = component(index.tensors) if title == UNKNOWN_TITLE else title if part in title else f"{part} ({title})"
-    return what and f"{'an' if what.startswith(tuple('aeiou')) else 'a'} {what}"
+    if known.what == UNKNOWN_TITLE:
+        return ""
+    return f"{MODEL_PREFIX}{known.what}" if known.what == known.architecture else known.what
 
 
 def _no_adapter(index: Index, what: str) -> InputError:

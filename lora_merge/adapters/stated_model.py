@@ -4,12 +4,15 @@ show no model, and say why an adapter may not fit."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final
 
+from ..dtypes import Shape
 from ..files.checkpoint import Index
-from ..models.architectures import shipped
+from ..models.adapter_architecture import architectures, modules_of
+from ..models.architectures import Architecture, shipped
+from ..models.names import named_as, of_the_denoiser
 from .trigger_words import entry
 
 STATED: Final = ("modelspec.architecture", "ss_base_model_version", "ot_config:model_type")
@@ -25,6 +28,16 @@ OTHER_TITLES: Final = {
 """What trainers call a model, in small letters and digits alone → its title, where that is another name."""
 
 LONGEST: Final = 200  # characters of an entry in which a name is looked for
+
+
+def made_for(index: Index, modules: Mapping[str, Shape]) -> tuple[Sequence[Architecture], str]:
+    """Return the models that an adapter may be for, and what shows it where its names and shapes do not: an entry of
+    its metadata, or its names alone. `modules`: module → the shape of its weight, () where it is not known."""
+    fitting, (stated, entry_name) = architectures(modules_of(of_the_denoiser(modules))), stated_model(index)
+    if stated and (not fitting or (len(fitting) > 1 and any(a.title == stated for a in fitting))):
+        return [a for a in shipped() if a.title == stated], entry_name
+    by_names = [] if fitting else named_as(modules)
+    return (by_names, "its names") if len(by_names) == 1 else (fitting, "")
 
 
 def stated_model(index: Index) -> tuple[str, str]:

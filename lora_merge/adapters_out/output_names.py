@@ -13,16 +13,15 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated_model import stated_model
+from ..adapters.stated_model import made_for
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
 from ..dtypes import Shape, StoredTensor
 from ..errors import AmbiguousName, FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
-from ..models.adapter_architecture import architectures, modules_of
 from ..models.inferred_base import InferredParameter, UnknownBaseError, assumed, candidates
-from ..models.names import Names, of_the_denoiser
+from ..models.names import Names
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from .dialects import DIALECTS
@@ -90,10 +89,8 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
 
 
 def _models(file: AdapterFile) -> frozenset[str]:
-    """Return the models that an adapter may be for, by its names and shapes, or where these show none by its
-    metadata."""
-    fitting = frozenset(a.title for a in architectures(modules_of(of_the_denoiser(_shapes(file)))))
-    return fitting or frozenset(filter(None, [stated_model(file.index)[0]]))
+    """Return the models that an adapter may be for."""
+    return frozenset(model.title for model in made_for(file.index, _shapes(file))[0])
 
 
 def expect_one_layout(adapters: Sequence[tuple[str, Sequence[InferredParameter]]]) -> None:

@@ -193,7 +193,7 @@ def high_rank(job: AdapterJob, layers: Iterable[Layer]) -> list[Note]:
     highest = max(layer.rank for layer in layers)
     if not job.command.combines or job.rules.linear.name != EXACT or highest <= HIGH:
         return []
-    return [Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")]
+    return [Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")]
 
 
 def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:

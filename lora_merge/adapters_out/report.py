@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
-from ..facts import Fact, line
+from ..facts import Fact, line, share_of
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
-from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
+from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
 from .rank_rules import EXACT
@@ -242,14 +242,14 @@ def _rank_words(ranks: Sequence[int] | None, least: int) -> str:
     """Return the ranks of layers that keep a share of the change. `least`: what is known if they are not."""
     if ranks is None:
         return f"rank {least} or more" if least else "higher ranks"
-    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"by layer ranks {ranks[0]} to {ranks[1]}"
+    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"ranks {ranks[0]} to {ranks[1]}, depending on the layer"
 
 
 def _norms(report: Mapping[str, Any]) -> str:
     every = report["numbers"].get("all")
     if not every:
         return ""
-    share = f", {100 * every['ratio']:.3g}% of ‖W‖" if every.get("ratio") else ""
+    share = f", {share_of(every['ratio'], '‖W‖')}" if every.get("ratio") else ""
     inputs = [
         f"{name} {change['change']:.4g}"
         for name, change in zip(report["coverage"], every.get("adapters", ()), strict=False) if change
@@ -273,7 +273,9 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     squares = fsum(layer["norm"] * layer["norm"] for layer in layers)
     lost = fsum(lost * lost for lost in (layer["norm"] * layer["residual"] for layer in layers))
     share = lost / squares if squares else 0.0
-    facts: dict[str, Any] = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    facts: dict[str, Any] = {
+        "layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": survived(1 - share),
+    }  # fmt: skip
     if layers and all("weight" in layer for layer in layers):
         size = sqrt(fsum(layer["weight"] ** 2 for layer in layers))
         facts |= {"weight": size, "ratio": sqrt(squares) / size if size else None}

@@ -248,7 +248,9 @@ def _joined_target(
         except ShapeMismatch as e:
             if shape_of(module) == shape:
                 raise FitError(e.what, e.where, e.fix) from e
-            where = f"{contexts[0].adapter.path}: {list(shape)}; {context.adapter.path}: {module.name}"
+            first, other = contexts[0].adapter.path, context.adapter.path
+            sizes = f"{list(shape)} in {first.name}, {list(shape_of(module) or ())} in {other.name}"
+            where = f"{first} and {other}: the weight of {module.name} is {sizes}"
             raise FitError("two adapters are for different models", where, "combine adapters of one model") from e
         if patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
             raise UsageError(f"ΔW of {patch.algorithm if patch.magnitude is None else 'DoRA'} depends on the base",

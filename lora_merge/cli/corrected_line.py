@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..command import MERGE
-from ..errors import AdapterAsBase, MergeError
+from ..errors import AdapterAsBase, MergeError, NoAdapter
 from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
 from .terminal import without_global_options
@@ -36,6 +36,17 @@ def with_words(right: Mapping[str, str], *more: str) -> str:
     return line([*(right.get(word, word) for word in words), *more])
 
 
+def with_fix(fix: str) -> str:
+    """Return the user's own line with the options that a fix states, for the same output; "" where it says more."""
+    stated = dict(re.findall(r"(--[a-z-]+) (\S+)", fix))
+    if not stated or " ".join(f"{flag} {value}" for flag, value in stated.items()) != fix:
+        return ""
+    words, kept = without_global_options(sys.argv[1:], checked=False), list[str]()
+    for before, word in zip(["", *words], words, strict=False):
+        kept += [word] * (before not in stated and word.partition("=")[0] not in {*stated, "--overwrite"})
+    return line([*kept, *fix.split(), "--overwrite"])
+
+
 def flags(parameters: Sequence[Any]) -> dict[str, bool]:
     """Return option → whether it has no value, from the parameters of a command."""
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
@@ -52,11 +63,27 @@ def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[s
     return plain, options
 
 
+def _name_adapter(error: NoAdapter) -> None:
+    """Put an adapter from the folder of the model into the fix of an error."""
+    from ..planning.checkpoint_cache import missing_input
+
+    place = "ADAPTER"
+    lookup = missing_input(Path(error.where).with_name(place), adapter=True)
+    near = next((Path(file) for file in lookup.suggestion[1:]), Path(place))
+    adapter = near.name if near.parent in (Path(), Path.cwd()) else str(near)
+    if near.name != place:
+        fix = error.fix.written
+        error.reword(lambda text: f"{fix}{lookup.fix.written.removeprefix('check the path')}" if text == fix else text)
+    error.instead(error.where, error.where, f"{adapter}:0.8")
+
+
 def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     """Put the user's own line into the fix of an error, if the error shows what was meant. `commands`: by name."""
     words = without_global_options(sys.argv[1:], checked=False)
     if not isinstance(error, MergeError) or not words:
         return
+    if isinstance(error, NoAdapter):
+        _name_adapter(error)
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
     as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _is_adapter_file(error.where))
     if as_base and command == MERGE:

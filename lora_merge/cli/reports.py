@@ -22,6 +22,7 @@ from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
 from ..text import Lines, escaped, json_text, one_line, plural, size
 from ..viewing.json_schemas import schema
+from .corrected_line import with_fix
 from .progress_display import Display, paused, watching
 from .stdio import ReportFile
 from .terminal import (
@@ -58,7 +59,7 @@ NAME_COLUMNS: Final = 8
 REMARKS: Final = ("note", "warning")
 """Names of facts that are shown with --quiet too, on stderr."""
 
-COPIED_FACTS: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
+COPIED_FACTS: Final = frozenset({"file", "adapter", "hash", "undo", "try", "A", "B"})
 """Names of facts whose words are copied: they stay whole where others are broken."""
 
 BETWEEN: Final = 4  # columns before and between the cells of a table
@@ -431,6 +432,8 @@ def show_adapter_report(report: AdapterReport, options: ReportOptions) -> None:
     elif report.planned:
         show_rows(rows)
     else:
+        if again := with_fix(report.survival.get("fix") or ""):
+            rows.append(line("try", again))
         rows += undo(report.output, "the inputs are as they were")
         show_closing(options.done, rows, whole=options.verbose)
 
@@ -572,10 +575,13 @@ def show_facts(files: Sequence[Mapping[str, Any]], unread: Mapping[str, str], *,
     if len(files) + len(unread) > 1 and not verbose and not any("match" in facts for facts in files):
         _show_files(files, unread)
         return
+    from ..viewing.file_verdict import of_all
+
+    fits = len(files) > 1 and all("match" in facts for facts in files)
     for n, facts in enumerate(files):
         if n:
             echo("")
-        show_file(facts, again=bool(n), verbose=verbose)
+        show_file(of_all(files) if fits and not n else facts, again=bool(n), verbose=verbose)
     for path, why in unread.items():
         echo(f"{path}: {why}")
 

@@ -150,12 +150,7 @@ class Reader:
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
-        numbers = (info for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
-        self.expect((info, 0, info.nbytes) for info in numbers if not self._came_with_header(info))
-
-    def _came_with_header(self, info: StoredTensor) -> bool:
-        file = None if isinstance(info.source, Memory) else self._files[info.source].remote
-        return file is not None and file.came_with_header(info.offset, info.nbytes)
+        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over

@@ -78,9 +78,12 @@ class RemoteFile:
         return data
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to read small ranges (offset, size), which will be read one after another."""
+        """Begin to read small ranges (offset, size), which will be read one after another, but for those that came with
+        the header."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
+            if self._came_with_header(offset, size):
+                continue
             if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             elif size <= WEIGHT_RANGE:
@@ -150,7 +153,7 @@ class RemoteFile:
             buffer[done : done + len(piece)] = piece
             done += len(piece)
 
-    def came_with_header(self, offset: int, size: int) -> bool:
+    def _came_with_header(self, offset: int, size: int) -> bool:
         """Return whether the bytes were read and kept, as those near a header are."""
         numbers = range(offset // SMALL_RANGE, -(-(offset + size) // SMALL_RANGE))
         return all(number in self._chunks for number in numbers)

@@ -18,12 +18,12 @@ from ..adapters.stated_model import stated_model
 from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.checkpoint import Index
-from ..files.file_signatures import component, foreign, instead
+from ..files.file_signatures import foreign, instead
 from ..files.folder_layouts import PEFT_PREFIX
-from ..models.adapter_architecture import architectures, described, modules_of, named_so, variants
+from ..models.adapter_architecture import architectures, described, modules_of, variants
 from ..models.architectures import Architecture
 from ..models.inferred_base import has_words, names_all
-from ..models.names import UNKNOWN_TITLE, Names, of_the_denoiser
+from ..models.names import UNKNOWN_TITLE, Names, encoders_of, named_as, of_the_denoiser, reads_with
 from ..models.network import Component
 from ..models.part_factors import or_strength_zero
 from ..models.prefixes import innermost
@@ -36,8 +36,6 @@ _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|la
 TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
 TASK_CLASS: Final = re.compile(r"\wFor[A-Z]\w*$")
 """The end of the class of a transformers model for a task: LlamaForCausalLM."""
-
-TEXT_ENCODER: Final = re.compile(r"te\d?")
 
 T5_EMBEDDINGS: Final = re.compile(r"(?:^|\.)shared$")
 
@@ -109,15 +107,16 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     networks = Counter(names.network_of(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
-    title = _title(names)
+    title = names.what
     by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights(), title)
-    strange = _of_no_model(modules, names, title) if unmatched and title != names.architecture else None
-    if why := by_shapes or _stated_other(adapter, known) or strange:
+    strange = _of_no_model(modules, names, title) if unmatched and not known and title != names.architecture else None
+    if why := by_shapes or _stated_other(adapter, known, title) or strange:
         return why
     if other := _for_pictures(names, unmatched, shapes):
         return _for_another("model", other, names.architecture)
     if absent := sorted(set(networks) - labels):
-        return _for_other_encoders(known, modules, shapes) or missing_networks(absent, sorted(labels))
+        by_names = _for_other_encoders(known, {m: () for m in unmatched} | dict(shapes))
+        return by_names or missing_networks(absent, sorted(labels))
     # The network that most of these modules are for.
     part = max(names.parts, key=lambda p: (networks[p.label], p is names.parts[0]), default=None)
     if part is None or part is names.parts[0]:
@@ -130,21 +129,21 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
 def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
     """Return the misfit of a base that is a file of another kind, `title`."""
     of_another = other_model(modules, None, names.weights(), title)
-    return of_another or Misfit("model", f"the base is {_kind_of_model(title)}", TRAINED_BASE, base=title)
+    return of_another or Misfit("model", f"the base is {kind_of_model(title)}", TRAINED_BASE, base=title)
 
 
-def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
-    """Return the misfit if the metadata of an adapter names another model; else None."""
+def _stated_other(adapter: Index, base: Architecture | None, title: str) -> Misfit | None:
+    """Return the misfit if the metadata of an adapter names another model; else None. `title`: what the base is."""
     stated, _ = stated_model(adapter)
     if base is None or not stated or stated in base.title or base.title in stated:
         return None
-    return _for_another("model", f"{stated} (by its metadata)", base.title)
+    return _for_another("model", f"{stated} (by its metadata)", title)
 
 
 def _for_another(kind: MisfitKind, model: str, base: str) -> Misfit:
     """Return the misfit of an adapter for another model."""
-    trained = f"is for {model}" if kind == "model" else f"looks made for {_kind_of_model(model)}"
-    return Misfit(kind, f"the adapter {trained}, the base is {_kind_of_model(base)}", TRAINED_BASE, model, base)
+    trained = f"is for {model}" if kind == "model" else f"looks made for {kind_of_model(model)}"
+    return Misfit(kind, f"the adapter {trained}, the base is {kind_of_model(base)}", TRAINED_BASE, model, base)
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
@@ -185,20 +184,13 @@ def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> Mi
                   f"use a checkpoint or folder that contains {missing}, too")  # fmt: skip
 
 
-def _for_other_encoders(
-    base: Architecture | None, modules: Mapping[str, Shape], shapes: Mapping[str, Shape]
-) -> Misfit | None:
+def _for_other_encoders(base: Architecture | None, modules: Mapping[str, Shape]) -> Misfit | None:
     """Return the misfit if an adapter's names are those of a model with its text encoders, and not of the base's; else
-    None. `modules`: those of the denoiser, without their prefixes."""
-    labels = {hint for module in shapes if TEXT_ENCODER.fullmatch(hint := innermost(module)[0])}
-
-    def fits(model: Architecture) -> bool:
-        return len({kind for label, kind in model.text_encoders.items() if label in labels}) == len(labels)
-
-    others = [a for a in named_so(modules_of(modules)) if fits(a)] if labels and modules else []
-    if base is None or fits(base) or not others:
+    None."""
+    others = named_as(modules)
+    if base is None or reads_with(base, encoders_of(modules)) or not others:
         return None
-    return _for_another("architecture", described(others, modules_of(modules)), base.title)
+    return _for_another("architecture", described(others, modules_of({})), base.title)
 
 
 def _part(label: str) -> str:
@@ -214,7 +206,7 @@ def _likely_reason(
     them. `modules`: the adapter's modules without their prefixes.
     """
     base, stored = part.architecture if part else None, names.weights(part)
-    title = base.title if base else (part and part.title) or _title(names)
+    title = base.title if base else (part and part.title) or names.what
     return (
         other_model(modules, base, stored, title)
         or other_variant(modules, base, stored)
@@ -252,19 +244,7 @@ def other_model(
     return _for_another("architecture", described(of_adapter, in_adapter), ours)
 
 
-def _title(names: Names) -> str:
-    """Return what a base is: its architecture, or a file of another kind, such as "a ControlNet"."""
-    if names.architecture != UNKNOWN_TITLE:
-        return names.architecture
-    return foreign(names.shapes) or component(names.shapes) or UNKNOWN_TITLE
-
-
-def model_title(names: Names) -> str:
-    """Return what a checkpoint is, in a sentence: "Stable Diffusion 1", "a VAE"."""
-    return _kind_of_model(_title(names))
-
-
-def _kind_of_model(model: str) -> str:
+def kind_of_model(model: str) -> str:
     """Return "a transformers language model" for a kind of model, "a VAE" for a component, the name of a model as it
     is."""
     if model.startswith(("a ", "an ")):
@@ -307,7 +287,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
         return Misfit("layer", "the base has no lm_head: it uses its input embeddings (tie_word_embeddings), but the "
                       "adapter was trained with a separate lm_head", "save the base untied first")  # fmt: skip
     # The nearest names, and the rows of a map if these are the same layers.
-    base = f"the base is {_kind_of_model(title)}"
+    base = f"the base is {kind_of_model(title)}"
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
     alike = {key: size for key, size in stored.items() if not shape or flat(size) == shape}
     if not alike:
@@ -404,12 +384,14 @@ def raise_problems(
             why = misfit.reason if misfit else ""
             if misfit and misfit.kind == "name":
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
-                why = f"the base is {_kind_of_model(_title(names))}, and {no_place}"
-            why = f"{worst.what}: {why}"
+                why = f"the base is {kind_of_model(names.what)}, and {no_place}"
+            why = why if misfit and misfit.adapter else f"{worst.what}: {why}"
         fix = misfit.advice if misfit else worst.fix.written
         if not why and result.modules > len(failures) == len(unfit):
             fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
-        count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
+        modules = result.adapter.modules
+        lost = len(failures) + len(result.unmatched.keys() & {m.where for m in modules})
+        count = f"{lost} of {len(modules)} modules do not fit, such as " if lost > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
     # Modules without a place: a file of another kind, no module at all, unknown tensors, or some modules.
     left = counted(by_pattern(result.unmatched), LISTED_PATTERNS)
@@ -417,7 +399,7 @@ def raise_problems(
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     misfit = explain(names, list(result.unmatched), shapes, index) or NO_MODULES
     why, fix = misfit.reason, misfit.advice
-    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(_title(names))}")
+    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {kind_of_model(names.what)}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",

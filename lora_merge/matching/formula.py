@@ -340,7 +340,8 @@ class Site(NamedTuple):
         if not rows.names or (rows.selected is None and module.algorithms[0] not in rows.names):
             return incomplete(lacks(module), path)
         reasons = [*dict.fromkeys(refusal.reason for refusal in refused if refusal.filter != OF_ROW)]
-        where = f"{self.where} {shapes_of(module)}: {'; or '.join(reasons)}"
+        sizes = "" if all(re.search(r"\d", reason) for reason in reasons) else f" {shapes_of(module)}"
+        where = f"{self.where}{sizes}: {'; or '.join(reasons)}"
         # A fact is missing that a file or the user can state.
         to_state = next((reason for reason in reasons if any(place in reason for place in STATED_BY)), None)
         if to_state is not None:

@@ -24,7 +24,7 @@ from ..text import listed
 from .adapter_architecture import architectures, modules_of
 from .inferred_base import canonical_names
 from .name_table import parameter_forms
-from .names import Names
+from .names import Names, denoiser_of
 from .network import Component
 from .prefixes import DENOISERS, innermost
 
@@ -474,9 +474,7 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
     of_denoiser = {name: body for name, (hint, body) in inside.items() if hint in ("any", *DENOISERS)}
     bodies = {body: modules[name] for name, body in of_denoiser.items()}
     written = {body: f"{_LEVEL.sub('.', body)}.weight" for body in bodies}
-    fitting, architecture = architectures(modules_of(bodies)), None
-    labels = {a.component for a in fitting}
-    label = labels.pop() if len(labels) == 1 else "denoiser"
+    fitting, architecture, label = architectures(modules_of(bodies)), None, denoiser_of(modules)
     forms_of_fitting = [parameter_forms().get(a.file.stem, ()) for a in fitting]
     has_middle = all(not forms or any(map(_UNET[1][0].match, forms)) for forms in forms_of_fitting)
     if has_middle and any(map(_UNET_NAMES.match, written.values())):  # the names say all

@@ -9,7 +9,7 @@ places is refused. Nothing here reads weights or imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -20,9 +20,10 @@ from typing import Any, Final
 from ..dtypes import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
+from ..files.file_signatures import PIPELINE_PARTS, component, foreign
 from ..text import Note
-from .adapter_architecture import architectures, described, modules_of
-from .architectures import load
+from .adapter_architecture import architectures, modules_of, named_so
+from .architectures import Architecture, load
 from .components import ENCODER_IDS, UNSURE, components
 from .experts import as_matrices
 from .fused_weights import Split, parts_of, splits
@@ -48,6 +49,11 @@ WAN_EXPERTS: Final = {
 }
 """Prefix of the names of one of Wan 2.2's experts → note on which expert a single base, whose file does not state it,
 is taken to be."""
+
+TEXT_ENCODER: Final = re.compile(r"te\d?")
+
+CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
+"""End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
 UNKNOWN_TITLE: Final = "unknown"
 """Title of a base without an architecture file whose configuration names no class."""
@@ -119,6 +125,23 @@ class Names:
         if any(key.startswith(AVERAGES) for key in shapes):
             self.notes = (*self.notes, AVERAGED)
         self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))
+
+    @cached_property
+    def what(self) -> str:
+        """What the file is: the title of its model, or "a VAE (AutoencoderKL)", "an upscaler (ESRGAN)"."""
+        title, part = self.architecture, PIPELINE_PARTS.get(self.parts[0].role, "") if self.parts else ""
+        if other := foreign(self.shapes):
+            return other
+        if title != UNKNOWN_TITLE and not part:
+            return title
+        what = component(self.shapes) if title == UNKNOWN_TITLE else title if part in title else f"{part} ({title})"
+        return f"{'an' if what.startswith(tuple('aeiou')) else 'a'} {what}" if what else UNKNOWN_TITLE
+
+    @property
+    def title(self) -> str:
+        """What the model is: its architecture; of a kind of model also the class that its configuration states."""
+        stated = CLASS_ENDS.sub("", stated_class(self._config))
+        return f"{stated} ({self.architecture})" if stated and self.architecture[:1].islower() else self.architecture
 
     def same_as(self, other: Names) -> bool:
         """Return whether every name means the same in another base."""
@@ -399,13 +422,27 @@ def _in_several_files(files: Sequence[Path]) -> bool:
     return any(file is not files[0] and file != files[0] for file in files)
 
 
-def guess(modules: Mapping[str, Shape]) -> str:
-    """Return the probable architecture of an adapter, from its modules' names and the shapes of their weights.
+def stated_class(config: Mapping[str, Any]) -> str:
+    """Return the class of the model that a config.json states; "" if it states none."""
+    stated = config.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else config.get("_class_name")
+    return name if isinstance(name, str) else ""
 
-    "unknown" if none fits, "A or B" if several fit.
-    """
-    flat = modules_of(of_the_denoiser(modules))
-    return described(architectures(flat), flat)
+
+def reads_with(model: Architecture, encoders: Collection[str]) -> bool:
+    """Return whether a model has text encoders of these names."""
+    return len({kind for label, kind in model.text_encoders.items() if label in encoders}) == len(encoders)
+
+
+def encoders_of(modules: Iterable[str]) -> frozenset[str]:
+    """Return the names of the text encoders that an adapter changes: te, te1 …"""
+    return frozenset(hint for module in modules if TEXT_ENCODER.fullmatch(hint := innermost(module)[0]))
+
+
+def named_as(modules: Mapping[str, Shape]) -> list[Architecture]:
+    """Return the models that an adapter may be for by its names alone, those of a denoiser and of its text encoders."""
+    bodies, encoders = of_the_denoiser(modules), encoders_of(modules)
+    return [a for a in named_so(modules_of(bodies)) if reads_with(a, encoders)] if encoders and bodies else []
 
 
 def denoiser_of(modules: Mapping[str, Shape]) -> str:
@@ -413,7 +450,7 @@ def denoiser_of(modules: Mapping[str, Shape]) -> str:
 
     `modules`: module → the shape of its weight.
     """
-    labels = {a.component for a in architectures(modules_of(of_the_denoiser(modules)))}
+    labels = {a.component for a in architectures(modules_of(of_the_denoiser(modules))) or named_as(modules)}
     return labels.pop() if len(labels) == 1 else "denoiser"
 
 

@@ -12,13 +12,11 @@ from typing import Any, Final
 from ..adapters.modules import AdapterFile, group, looks_like_adapter
 from ..adapters.wrapped_model import detached
 from ..disk.files import FileState, unreadable
-from ..errors import AdapterAsBase, InputError, MergeError, UsageError
+from ..errors import AdapterAsBase, InputError, MergeError, NoAdapter
 from ..files.checkpoint import Index, adapter_config, open_checkpoint
 from ..files.file_signatures import foreign, missing
 from ..models.names import Names, names
 from ..paths import exists, is_folder
-
-PLACE: Final = "ADAPTER"  # of an adapter, in a command
 
 LOOK_SECONDS: Final = 0.3  # at the files of a folder, one of which may be meant
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
@@ -50,18 +48,13 @@ class CheckpointCache:
     def own_adapter(self, path: Path) -> AdapterFile:
         """Return the adapter that a model holds: attached inside its weights, or in a file of its folder.
 
-        UsageError if it holds none.
+        NoAdapter if it holds none.
         """
         entry = self._get(("own", path))
         if entry is None:
             parts = detached(self.index(path, adapter=False), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
-                lookup = missing_input(path.with_name(PLACE), adapter=True)
-                near = next((Path(file) for file in lookup.suggestion[1:]), Path(PLACE))
-                adapter = near.name if near.parent in (Path(), Path.cwd()) else str(near)
-                fix = "name an adapter" + lookup.fix.removeprefix("check the path") * (near.name != PLACE)
-                error = UsageError("no adapter is named, and the model contains none", str(path), fix)
-                raise error.instead(str(path), str(path), f"{adapter}:0.8")
+                raise NoAdapter("no adapter is named, and the model contains none", str(path), "name an adapter")
             if parts is None:
                 return self.adapter(path)
             entry = self._keep(("own", path), parts[1], group(parts[1]))

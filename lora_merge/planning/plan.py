@@ -179,7 +179,7 @@ class Plan(Shown):
     @property
     def architecture(self) -> str:
         """What the base is."""
-        return self.names.architecture
+        return self.names.title
 
     @property
     def size(self) -> int:

@@ -173,9 +173,9 @@ class Findings:
         for adapter, share in part.in_bf16.items():
             self.in_bf16[adapter] = self.in_bf16[adapter].plus(share) if adapter in self.in_bf16 else share
 
-    def retained(self, adapter: int) -> float | None:
+    def measured(self, adapter: int) -> float | None:
         """Return the share of an adapter's change that is in the file; None where none of its rows was recomputed."""
         every = [
             measured.adapters[adapter] for measured in self.measures.tensors.values() if adapter in measured.adapters
         ]
-        return total(Measure(all=share) for share in every).all.retained
+        return total(Measure(all=share) for share in every).all.measured

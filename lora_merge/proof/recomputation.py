@@ -22,7 +22,7 @@ from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from ..survival import CHANCE_SHARE, ENOUGH
+from ..survival import ENOUGH
 from .combination_methods import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .peft_initialisation import rebuilt_slots
@@ -449,4 +449,4 @@ def read_exactly(fd: Written, count: int, offset: int) -> bytes:
 
 def _is_lost(share: Share) -> bool:
     """Return whether too little of a change survives."""
-    return share.retained is not None and not ENOUGH <= share.retained <= CHANCE_SHARE
+    return share.retained is not None and not share.retained >= ENOUGH

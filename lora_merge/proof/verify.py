@@ -31,7 +31,7 @@ from ..planning.output_checksums import CHECKSUM_DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
-from ..survival import CHANCE_SHARE, ENOUGH, judgement, lost_in_rounding
+from ..survival import ENOUGH, judgement, lost_in_rounding
 from ..text import Message, Note, by_component, listed, plural, quoted
 from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
@@ -272,7 +272,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
         what = f"products of an adapter's tensors cancel: {plan.job.compute_dtype} cannot hold what is left of them"
         fix = "compute with `--compute-dtype fp64`"
         raise (InputError if new else VerificationFailed)(what, f"{part}: {name}, {where}", fix)
-    shares = [(input_name(ref.path), f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
+    shares = [(input_name(ref.path), f.measured(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     other = "if it was made at other strengths, give those; else " if odd else ""
@@ -368,8 +368,8 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
     for number, (ref, measure) in enumerate(zip(plan.job.adapters, _measures(plan, merged, measured), strict=True)):
         if measure.fails:
             survives = f.in_bf16[number].retained if number in f.in_bf16 else None
-            bf16 = survives is not None and ENOUGH <= survives <= CHANCE_SHARE
-            yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), *remedy(plan, bf16=bf16))
+            bf16 = survives is not None and survives >= ENOUGH
+            yield lost_in_rounding(measure.all.measured or 0.0, input_name(ref.path), *remedy(plan, bf16=bf16))
 
 
 def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
 from ..adapters.network_settings import rules_of
-from ..adapters.stated_model import stated_model
+from ..adapters.stated_model import made_for
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
 from ..adapters.trigger_words import entry
@@ -23,8 +23,9 @@ from ..dtypes import Shape
 from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..matching.missing_tensors import Gap, gaps
+from ..models.adapter_architecture import described, modules_of
 from ..models.blocks import adapter_groups, network_of
-from ..models.names import denoiser_of, guess
+from ..models.names import denoiser_of, of_the_denoiser
 from ..models.prefixes import PREFIXES, innermost
 from ..text import by_pattern, is_finite
 from .training import training
@@ -86,7 +87,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
-        **made_for(file),
+        **model_facts(file),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file, ranks, alpha),
         "trained": training(index),
@@ -184,13 +185,13 @@ def _patterns(
     }  # fmt: skip
 
 
-def made_for(file: AdapterFile) -> dict[str, str]:
-    """Return the model that an adapter is for, "unknown" if nothing shows it, and what shows it: its names and shapes,
-    or an entry of its metadata."""
-    shown, (stated, entry_name) = guess(_shapes(file.modules)), stated_model(file.index)
-    if stated and shown != stated and (shown == "unknown" or stated in shown.split(" or ")):
-        return {"made_for": stated, "made_for_by": entry_name}
-    return {"made_for": shown}
+def model_facts(file: AdapterFile) -> dict[str, str]:
+    """Return the model that an adapter is for, "unknown" if nothing shows it, and what shows it where its names and
+    shapes do not."""
+    shapes = _shapes(file.modules)
+    models, by = made_for(file.index, shapes)
+    flat = modules_of({} if by else of_the_denoiser(shapes))  # variants differ in their shapes
+    return {"made_for": described(models, flat), **({"made_for_by": by} if by else {})}
 
 
 def module_groups(file: AdapterFile) -> Groups:

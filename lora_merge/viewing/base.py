@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..dtypes import StoredTensor, spoken
 from ..errors import MergeError
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.file_signatures import component, foreign, network_for
+from ..files.file_signatures import foreign, network_for
 from ..models.blocks import blocks
 from ..models.names import Names
 from ..planning.recipe import KEY, parsed
@@ -27,7 +27,7 @@ def base_facts(index: Index, lookup: Names) -> dict[str, Any]:
     recipe = parsed(index.metadata.get(KEY, ""))
     unknown = lookup.architecture == "unknown"
     other = foreign(index.tensors) if unknown else ""
-    part = component(index.tensors) if unknown and not other else ""
+    part = lookup.what.partition(" ")[2] if not other and lookup.what != lookup.architecture else ""
     made_for = network_for({name: info.shape for name, info in index.tensors.items()}) if other else ""
     parameters = sum(prod(t.shape) for t in index.parameters.values())
     stored = 8 * sum(t.nbytes for header in index.headers.values() for t in header.tensors.values())

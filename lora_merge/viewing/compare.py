@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
-from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
+from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, percent, share_of, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..planning.recipe import KEY, parsed
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .compare_models import DifferenceSums
 
 SCHEMA: Final = schema("compare")
+
+OF_TWO: Final = "give two adapters, or two models"
+LOOK_AT_FIT: Final = "use `lora-merge inspect BASE ADAPTER`; or give two adapters, or two models"
+"""What to do instead of comparing an adapter with a file of another kind, or with a model."""
 
 BY_CHANCE: Final = 0.01
 """Share of common directions from which on a report says that independent changes have some, too."""
@@ -44,8 +48,7 @@ def compare(  # noqa: PLR0913  # two for pages and progress
     first, second = open_checkpoint(a), open_checkpoint(b)
     kinds = [is_adapter(index) for index in (first, second)]
     if kinds[0] != kinds[1]:
-        raise UsageError("an adapter and a model cannot be compared", f"{a} and {b}",
-                         "use `lora-merge inspect BASE ADAPTER`; or give two adapters, or two models")  # fmt: skip
+        raise _of_two_kinds((b, second), a) if kinds[0] else _of_two_kinds((a, first), b)
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
     if not all(kinds) and base is not None:
         raise UsageError("a base is given for two models", f"`--base {base}`", "leave it out")
@@ -60,6 +63,19 @@ def compare(  # noqa: PLR0913  # two for pages and progress
         return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
     apart = _checkpoints(first, second, pictures=pictures, progress=progress)
     return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
+
+
+def _of_two_kinds(other: tuple[Path, Index], adapter: Path) -> UsageError:
+    """Return the error for an adapter and a file that is none: how it fits is shown for a model alone."""
+    from ..models.names import UNKNOWN_TITLE, names
+
+    path, index = other
+    lookup = names(index)
+    is_model = lookup.what in (lookup.architecture, UNKNOWN_TITLE)
+    what = (
+        "an adapter and a model cannot be compared" if is_model else f"an adapter and {lookup.what} cannot be compared"
+    )
+    return UsageError(what, f"{adapter} and {path}", LOOK_AT_FIT if is_model else OF_TWO)
 
 
 def _share_tensors(a: Index, b: Index) -> bool:
@@ -223,7 +239,7 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _difference(d: Mapping[str, Any]) -> str:
-    share = f"{100 * d['relative']:.3g} % of the weights" if d["relative"] is not None else "A is 0"
+    share = share_of(d["relative"], "the weights") if d["relative"] is not None else "A is 0"
     changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} values differ"
     return f"{share}; {changed}, by at most {d['largest']:.3g}"
 
@@ -233,7 +249,8 @@ def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     if result["common"]:
         independent = result["verdict"]["kind"] == "independent" and (result["total"]["overlap"] or 0) >= BY_CHANCE
         chance = " (independent changes share some by chance, more at high ranks)" * independent
-        yield line("change", _similarity(result["total"]) + chance)
+        scale = "; a cosine of 1 is the same change, 0 an unrelated one"
+        yield line("change", _similarity(result["total"]) + chance + scale)
         if result["fight"]:
             yield line("opposed", opposed_blocks(result))
     if whole := result.get("whole"):
@@ -254,5 +271,6 @@ def opposed_blocks(result: Mapping[str, Any]) -> str:
 
 def _similarity(row: Mapping[str, Any]) -> str:
     cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
-    overlap = "" if row.get("overlap") is None else f", {100 * row['overlap']:.3g} % of the directions in common"
-    return f"{cosine}, norm {row['a']:.3g} in A and {row['b']:.3g} in B{overlap}"
+    overlap = "" if row.get("overlap") is None else f", {percent(row['overlap'])} of the directions in common"
+    sizes = f"A is {share_of(row['a'] / row['b'], 'B')} in size" if row["b"] else f"norm {row['a']:.3g} in A, 0 in B"
+    return f"{cosine}, {sizes}{overlap}"

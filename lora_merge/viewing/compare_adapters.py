@@ -33,7 +33,7 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor, Plan
 from ..text import Note
-from .adapter import made_for, module_groups
+from .adapter import model_facts, module_groups
 from .compare_models import DifferenceSums, plain_sums
 from .module_changes import ModuleChanges, changes, replaced_by, shape_of
 from .pictures import OVERSAMPLING, evenly
@@ -195,7 +195,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
         "blocks": by_block, "modules": table, "not_compared": left,
         "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
         **({"whole": whole} if whole.get("tensors") else {}), "identical": _identical(a, b),
-        "made_for": [made_for(file)["made_for"] for file in files],
+        "made_for": [model_facts(file)["made_for"] for file in files],
     }  # fmt: skip
 
 

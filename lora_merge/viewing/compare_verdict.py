@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any, Final
 
+from ..facts import share_of
 from ..survival import spoken
 from ..text import listed, plural
 
@@ -70,7 +71,7 @@ def _different(result: Mapping[str, Any], besides: str) -> dict[str, Any]:
         adapters = listed(result["merges"]["AB".index(merged)], 3)
         text = f"{merged} is {base} with {adapters} merged, by the recipe in {merged}: {changes}"
         return {**_verdict("merged", "good", f"{text}{besides}."), "inner": base}
-    return _verdict("changed", "warning", f"B is A with changes: {changes}{besides}.")
+    return _verdict("changed", "good", f"B is A with changes: {changes}{besides}.")
 
 
 def _rounded_anew(rounded: int, compared: int) -> str:
@@ -81,7 +82,7 @@ def _changes(result: Mapping[str, Any], different: int, rounded: int) -> str:
     """Return which tensors are changed and by how much, and which are only rounded."""
     compared, share = result["compared"], result["change"]["relative"]
     parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["different"])
-    moved = f", by {100 * share:.3g} % of their weights" if share is not None else ""
+    moved = f", by {share_of(share, 'their weights')}" if share is not None else ""
     changed = f"{different} of {plural(compared, 'tensor')} changed in {listed(parts)}{moved}"
     of = next(iter(result["rounded"]), "")
     rest = f"the rest differs by rounding alone ({of})" if of else f"{rounded} more differ by rounding alone"

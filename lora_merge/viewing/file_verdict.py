@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from ..algorithms import ALGORITHMS
 from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..files.file_signatures import instead
+from ..models.names import CLASS_ENDS, stated_class
+from ..paths import input_name
 from ..text import listed, plural, size
-
-CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
-"""End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
 NETWORK_TITLES: Final = {
     "te": "text encoder",
@@ -26,14 +26,15 @@ NETWORK_TITLES: Final = {
     "unet": "U-Net",
     "vae": "VAE",
 }
+WHOLE_MODELS: Final = ("model", "transformer")
+"""Networks that are all of a model, whose names say nothing."""
+
 BILLION: Final = 10**9
 
 
 def model_of(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     """Return the model that a config.json states: class, name, size, layers, hidden size; {} if it states no class."""
-    stated = config.get("architectures")
-    name = stated[0] if isinstance(stated, list) and stated else config.get("_class_name")
-    if not isinstance(name, str) or not name:
+    if not (name := stated_class(config)):
         return {}
     inner = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     numbers = {
@@ -64,21 +65,33 @@ def verdict(facts: Mapping[str, Any]) -> dict[str, str]:
     return {"level": level, "text": what}
 
 
+def of_all(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the facts of a base with the first of several adapters, and with the verdict on each of them."""
+    first, *others = files
+    levels, fits = [facts["verdict"]["level"] for facts in files], [_fit(facts["match"]) for facts in others]
+    text = " ".join([first["verdict"]["text"], *fits])
+    return {**first, "verdict": {"level": max(levels, key=LEVELS.index), "text": text}}
+
+
+LEVELS: Final = ("good", "warning", "bad")
+"""Levels of verdicts, the worst last."""
+
+
 def _fit(match: Mapping[str, Any]) -> str:
-    modules = plural(match["total"], "module")
+    modules, adapter = plural(match["total"], "module"), input_name(Path(match["adapter"]))
     if match["fits"]:
-        return f"The adapter fits: all {modules} match."
+        return f"{adapter} fits: all {modules} match."
     if match["matched"]:
-        return f"The adapter fits in part: {match['matched']} of {modules} match."
-    error = match.get("error")
-    return f"The adapter does not fit: {error['what'] if error else f'no match among {modules}'}."
+        return f"{adapter} fits in part: {match['matched']} of {modules} match."
+    why = match["error"]["what"] if match.get("error") else f"no match among {modules}"
+    return f"{adapter} does not fit: {re.sub('^the adapter', 'it', why)}."
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
     kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
-    parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"])
+    parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"] if name not in WHOLE_MODELS)
     model = _base_of(facts)
     made_for = f", for {model}" if model != "unknown" else ", for an unknown model"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
@@ -102,9 +115,8 @@ MOST_WORDS: Final = 2  # of a title
 
 
 def _model(facts: Mapping[str, Any]) -> str:
-    model = facts.get("model")
-    name = f"{model['name']}, {model['size']}" if model else facts["architecture"]
-    networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
+    name = _name(facts)
+    networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in WHOLE_MODELS]
     if name == "unknown":
         name = _unknown(facts)
     elif len(networks) == 1 and ONE_COMPONENT.search(name):
@@ -123,9 +135,20 @@ ONE_COMPONENT: Final = re.compile("encoder|module|VAE")
 """Words of an architecture's title that name a component of a pipeline."""
 
 
+def _other_kind(facts: Mapping[str, Any]) -> str:
+    """Return what a file is that is neither a model nor an adapter: an embedding, a component of a pipeline."""
+    return facts.get("looks_like", "").removeprefix("an ").removeprefix("a ") or str(facts.get("component", ""))
+
+
+def _name(facts: Mapping[str, Any]) -> str:
+    """Return the name of a model: by its configuration with its size, or its architecture."""
+    model = facts.get("model")
+    return f"{model['name']}, {model['size']} parameters" if model else str(facts["architecture"])
+
+
 def _unknown(facts: Mapping[str, Any]) -> str:
     """Return what a file of no known architecture is, by its names, and for which model."""
-    what = facts.get("looks_like", "").removeprefix("an ").removeprefix("a ") or facts.get("component")
+    what = _other_kind(facts)
     made_for = f" for {facts['made_for']}" if "made_for" in facts else ""
     return f"{_capital(what)}{made_for}" if what else "Model of an unknown architecture"
 
@@ -158,13 +181,11 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
     """Yield a row for each file: name, what it is, rank, size, trigger words."""
     yield "file", "what", "for", "rank", "size", "trigger words"
     for facts in files:
-        adapter = facts["kind"] == "adapter"
-        kinds = counts_by_kind(facts["algorithms"]) if adapter else facts["kind"]
-        model = facts.get("model")
-        named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
-        named = _unknown(facts) if named == "unknown" else named
+        adapter, other = facts["kind"] == "adapter", _other_kind(facts)
+        kinds = counts_by_kind(facts["algorithms"]) if adapter else other or facts["kind"]
+        named = _base_of(facts) if adapter else facts.get("made_for", "") if other else _name(facts)
         every = list(facts.get("ranks", ()))
         ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()
-        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, _base_of(facts) if adapter else named,
-               ranks, size(facts["bytes"]), ", ".join(words))  # fmt: skip
+        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, named, ranks,
+               size(facts["bytes"]), ", ".join(words))  # fmt: skip

@@ -28,10 +28,12 @@ from ..files.checkpoint import Index
 from ..models.blocks import groups, in_order
 from ..models.names import names
 from ..models.weights import Weight
+from ..paths import input_name
 from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
-from ..survival import ENOUGH, lost
+from ..report import too_large
+from ..survival import lost_in_rounding, spoken
 from ..text import listed, plural
 from .adapter import kind_of, module_groups, spread
 from .module_changes import ModuleChanges, merged_blocks, replaced_by
@@ -153,22 +155,19 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
     values = measures.to_dict(len(plan.adapters), groups(plan.names))
     for name, row in values.get("tensors", {}).items():
         row |= shown.get(name, {})
-    return {**values, "warnings": list(_warnings(plan, measures))} if values else {}
+    return {**values, "warnings": [*too_large(values), *_warnings(plan, measures)]} if values else {}
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     """Yield a warning if too little of the change survives in the storage of the output."""
-    every, below = total(measures.tensors.values()).all.retained, measures.below
-    if every is None or not every < ENOUGH:  # NaN: the numbers are too large to be compared
+    every, below = total(measures.tensors.values()), measures.below
+    if not every.fails:
         return
     shares = {name: measured.all.retained or 0.0 for name, measured in below.items()}
-    stored, _, fix = remedy(plan, bf16=False)
-    least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
-    yield (
-        f"{lost(every)} of the change would be lost in the rounding to {stored}; {fix}; {len(below)} of "
-        f"{plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
-        f"{least}"
-    )
+    adapters = listed(input_name(ref.path) for ref in plan.job.adapters)
+    least = listed(f"{name} ({spoken(shares[name])})" for name in sorted(shares, key=lambda name: shares[name]))
+    few = f"; {len(below)} of {plural(len(measures.tensors), 'weight')} keep less than {spoken(RETAINED)}: {least}"
+    yield lost_in_rounding(every.all.measured or 0.0, adapters, *remedy(plan, bf16=False)) + few * bool(below)
 
 
 def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Measure:

@@ -23,6 +23,7 @@ from ..facts import (
     run_label,
     runs,
     section,
+    share_of,
     strengths,
     table,
 )
@@ -77,7 +78,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = Fa
     by_layer = [
         *cut_rows(_layers(facts.get("patterns", {}), verbose=verbose)),
         *(_blocks(facts.get("blocks", {})) if facts.get("kind") == "adapter" else ()),
-        *by_block((name, f"norm {n:.3g}") for name, n in blocks.items()),
+        *by_block((name, f"{percent((n / (weights['norm'] or 1)) ** 2)} of the change") for name, n in blocks.items()),
         *_sizes(facts.get("sizes") or {}, pictured=pictured),
     ]
     yield from section("Layers", by_layer)
@@ -114,11 +115,11 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _class(model: Mapping[str, Any]) -> str:
-    """Return the model that a config.json states: `Llama, 8 B (LlamaForCausalLM, 32 layers, hidden size 4096)`."""
+    """Return the model that a config.json states: `Llama, 8 B parameters (LlamaForCausalLM, 32 layers)`."""
     words = [model["class"]]
     words += [plural(model["layers"], "layer")] if "layers" in model else []
     words += [f"hidden size {model['hidden_size']}"] if "hidden_size" in model else []
-    return f"{model['name']}, {model['size']} ({', '.join(words)})"
+    return f"{model['name']}, {model['size']} parameters ({', '.join(words)})"
 
 
 def _stored(facts: Mapping[str, Any]) -> Iterator[Fact]:
@@ -165,12 +166,13 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("adapter", match["adapter"])
     yield line("strength", strengths(match.get("strengths", {})) or f"{match['strength']:g}")
     if match["matched"] is None:
-        yield line("match", f"does not fit ({plural(match['total'], 'module')})")
+        yield line("match", "it does not fit")
     else:
         by_part = f" ({counts_by_kind(match['components'])})" if match["components"] else ""
         yield line("match", f"{match['matched']} of {plural(match['total'], 'module')}{by_part}")
     if match["why"]:
-        yield line("warning", f"the adapter matches this base only in part: {match['why']}")
+        in_part = "the adapter matches this base only in part: " if match["matched"] else ""
+        yield line("warning", f"{in_part}{match['why']}")
     if match["matched"] is None:
         return
     if match["effective"]:
@@ -193,7 +195,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
 def _share(n: Mapping[str, Any]) -> str:
     if n["change"] is None:
         return "too large for fp32"
-    return f"{'all' if n['ratio'] is None else percent(n['ratio'])} of the weights"
+    return "all of the weights" if n["ratio"] is None else share_of(n["ratio"], "the weights")
 
 
 def merge_origin(row: Mapping[str, Any]) -> str:
@@ -320,9 +322,11 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
     )
     yield line("change", f"norm {norm}{more or BESIDE_WEIGHTS}")
     if numbers["stable_rank"]:
-        yield line("stable rank", f"{between(numbers['stable_rank'])} (directions that hold the most of a change)")
+        many = between(numbers["stable_rank"])
+        yield line("stable rank", f"{many}: the number of directions that carry a module's change")
     for share, rank in numbers.get("rank_for_energy", {}).items():
-        yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
+        most = f" (median), {rank['max']:g} at most" * (rank["max"] > rank["median"])
+        yield line("needs", f"{share.replace('%', ' %')} of the change needs rank {rank['median']:g}{most}")
 
 
 def _sizes(numbers: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
@@ -345,7 +349,9 @@ def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}
     yield from shown.items()
     if left := len(entries.keys() - shown.keys() - hidden):
-        yield f"{len(entries) - left} of {plural(len(entries), 'entry', 'entries')} shown;", "--json lists all"
+        of = len(entries) - left
+        few = f"{of} of " * bool(of) + plural(len(entries), "entry", "entries") + " shown" * bool(of)
+        yield f"{few};", f"--json lists {'all' if len(entries) > 1 else 'it'}"
 
 
 def _value(key: str, value: Any) -> str:

@@ -185,6 +185,21 @@ def test_checkpoints_of_two_models_are_named(folder: Path, tmp_path: Path) -> No
         lora_merge.extract(folder / "base.safetensors", tmp_path / "flux.safetensors", tmp_path / "a.safetensors")
 
 
+@pytest.mark.parametrize(("tensors", "what"), [
+    ({"emb_params": torch.ones(4, 768)}, "an embedding"), ({"decoder.conv_in.weight": torch.ones(4, 4, 3, 3)}, "a VAE"),
+    ({"body.0.rdb1.conv1.weight": torch.ones(4, 4, 3, 3)}, "an upscaler"),
+    ({"control_model.input_hint_block.0.weight": torch.ones(4, 3, 3, 3)}, "a ControlNet"),
+])  # fmt: skip
+def test_file_of_another_kind_is_named_as_a_merge_names_it(
+    folder: Path, tmp_path: Path, tensors: dict[str, torch.Tensor], what: str
+) -> None:
+    save_file(tensors, tmp_path / "x.safetensors")
+    files = folder / "base.safetensors", tmp_path / "x.safetensors"
+    for pair, words in ((files, f"Stable Diffusion 1 and {what}"), (files[::-1], f"{what}.* and Stable Diffusion 1")):
+        with pytest.raises(FitError, match=f"different models: {words}"):
+            lora_merge.extract(*pair, tmp_path / "a.safetensors")
+
+
 def test_weights_that_grew_are_left_out_and_named_where_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
     other = changed(folder, tmp_path, {KEY: torch.zeros(20, 16)})
     report = lora_merge.extract(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.engine import change_norms
+from lora_merge.survival import survived
 from lora_merge.viewing.inspect import inspect
 from tests.kit.files import load, save
 from tests.kit.tensors import rand
@@ -60,7 +61,7 @@ def exact(old: Tensor, new: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "of": new.numel(), "elements": new.numel(), "weight": float(before.norm()), "change": float(change.norm()),
         "ratio": float(change.norm() / before.norm()), "largest": float(change.abs().max()),
-        "changed": float((applied != 0).double().mean()), "retained": float((applied * change).sum() / change.square().sum()),
+        "changed": float((applied != 0).double().mean()), "retained": survived(float((applied * change).sum() / change.square().sum())),
         "noise": float((applied - change).norm() / change.norm()), "saturated": 0,
     }  # fmt: skip
 

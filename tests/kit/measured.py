@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_merge.survival import survived
 from tests.kit.files import save
 from tests.kit.models import UNET
 from tests.kit.tensors import Tensors, rand
@@ -55,12 +56,12 @@ def numbers_of(
     for part, of in zip(parts, changes, strict=True):
         own = after - rounded(before + change - part)
         touched = not of.keys().isdisjoint(keys)
-        share = {"change": np.linalg.norm(part), "retained": own @ part / (part @ part)} if touched else None
+        share = {"change": np.linalg.norm(part), "retained": survived(own @ part / (part @ part))} if touched else None
         rows.append(share)
     return {
         "of": before.size, "elements": before.size, "changed": np.mean(applied != 0), "saturated": 0, "weight": np.linalg.norm(before),
         "change": np.linalg.norm(change), "ratio": np.linalg.norm(change) / np.linalg.norm(before),
-        "largest": np.abs(change).max(), "retained": applied @ change / (change @ change),
+        "largest": np.abs(change).max(), "retained": survived(applied @ change / (change @ change)),
         "noise": np.linalg.norm(applied - change) / np.linalg.norm(change), "adapters": rows,
     }  # fmt: skip
 

@@ -97,6 +97,16 @@ def test_small_model_of_another_kind_is_recognised_by_the_names(tmp_path: Path) 
         lora_merge.plan(hollow(small, tmp_path / "base.safetensors"), hollow(tensors, tmp_path / "lora.safetensors"))
 
 
+@pytest.mark.parametrize(("key", "what"), [
+    ("body.0.rdb1.conv1.weight", r"an upscaler \(ESRGAN\)"), ("decoder.conv_in.weight", "a VAE"),
+    ("control_model.input_hint_block.0.weight", "a ControlNet"), ("emb_params", "an embedding"),
+])  # fmt: skip
+def test_base_of_another_kind_is_called_what_it_is(tmp_path: Path, key: str, what: str) -> None:
+    lora = adapter("diffusers/sd15", "lora_unet_", tmp_path / "lora.safetensors", lambda key: "attn2.to_k" in key)
+    with pytest.raises(FitError, match=f"Stable Diffusion 1, the base is {what}"):
+        lora_merge.plan(hollow({key: (4, 4, 3, 3)}, tmp_path / "base.safetensors"), lora)
+
+
 def test_doubtful_pair_can_be_merged_on_request(tmp_path: Path) -> None:
     """Text-to-video adapters are used on image-to-video models; whoever wants that says so."""
     base = hollow(shapes("native/wan-i2v-14B"), tmp_path / "base.safetensors")

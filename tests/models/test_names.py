@@ -21,9 +21,10 @@ from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.fit_errors import explain, missing_networks, variant_doubt
+from lora_merge.models.adapter_architecture import architectures, described, modules_of
 from lora_merge.models.components import components
 from lora_merge.models.experts import as_matrices
-from lora_merge.models.names import denoiser_of, guess, names
+from lora_merge.models.names import Names, denoiser_of, names, of_the_denoiser
 from lora_merge.models.prefixes import innermost
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 from tests.kit.cost import steps
@@ -80,6 +81,12 @@ DENOISER = (*ANY, "diffusion_model.", "model.diffusion_model.", "transformer.", 
             "base_model.model.transformer.", "lora_unet_", "lora_unet__", "lora_transformer_", "oft_unet_",
             "transformer._orig_mod.", "module.", "pipe.dit.", "pipe.unet.", "pipe.vace.")  # fmt: skip
 ENCODER = (*ANY, "lora_te_")
+
+
+def guess(modules: Mapping[str, tuple[int, ...]]) -> str:
+    """What an adapter is for, by its names and shapes."""
+    flat = modules_of(of_the_denoiser(modules))
+    return described(architectures(flat), flat)
 
 
 def called(dialect: str, module: str) -> str:
@@ -955,6 +962,14 @@ def test_views_join_and_turn() -> None:
     assert stacked((a, whole("y", (2, 4)))) is None
     assert transposed(whole("x", (5, 3))).shape == (3, 5)
     assert transposed(transposed(whole("x", (5, 3)))) == whole("x", (5, 3))
+
+
+def test_language_model_is_called_by_its_class() -> None:
+    llama = base("transformers/llama-3.1-8b")
+    assert llama.title == "transformers language model"
+    stated = Names(llama.parts, llama.shapes, config={"architectures": ["LlamaForCausalLM"]})
+    assert stated.title == "Llama (transformers language model)"
+    assert Names(base("native/sdxl").parts, {}, config={"_class_name": "UNet2DModel"}).title == "Stable Diffusion XL"
 
 
 @pytest.mark.parametrize("block", ["input_blocks_4_1", "down_blocks_1_attentions_1"])

@@ -361,7 +361,7 @@ def test_dtype_that_swallows_the_change_is_reported(tmp_path: Path, dtype: str, 
     numbers = report.numbers
     assert (numbers["below"], numbers["worst"]) == (1, "block.weight")
     said = [*plain_lines(proof_rows({**report.verified, "numbers": numbers, "counted": True}))]
-    assert said[1].endswith("less than 90% of it is in 1 weight, least in block.weight")
+    assert said[1].endswith("less than 90 % of it is in 1 weight, least in block.weight")
     said = [row.value for row in proof_rows({**report.verified, "numbers": numbers}) if row.name == "change"]
     assert said[-1].endswith(f"in the {report.verified['rows']} rows that were read")
     rounded = lora_merge.merge(*paths[:2], tmp_path / "drawn.safetensors", dtype=dtype, rounding="stochastic")

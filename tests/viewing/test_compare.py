@@ -177,9 +177,15 @@ def test_dialects_are_compared_with_each_other(scene: Scene, tmp_path: Path) -> 
     assert found["total"]["cosine"] == pytest.approx(1, abs=1e-5)
 
 
-def test_adapter_is_not_compared_with_a_model(scene: Scene) -> None:
-    with pytest.raises(UsageError, match="cannot be compared"):
+def test_adapter_is_not_compared_with_a_model(scene: Scene, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a model cannot be compared") as e:
         compare(scene.base, scene.ink)
+    assert "lora-merge inspect BASE ADAPTER" in e.value.fix
+    embedding = save({"emb_params": rand(4, 768)}, tmp_path / "e.safetensors")
+    for pair in ((scene.ink, embedding), (embedding, scene.ink)):
+        with pytest.raises(UsageError, match=r"an adapter and an embedding .* cannot be compared") as e:
+            compare(*pair)
+        assert "inspect" not in e.value.fix
     with pytest.raises(UsageError, match="base is given"):
         compare(scene.base, scene.base, scene.base)
     assert kohya

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 import lora_merge
-from lora_merge.report import ENLARGED
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages.page import content
@@ -43,20 +42,39 @@ def test_count_of_one_is_in_the_singular(tmp_path: Path) -> None:
     assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]
     assert "1 of 1 module " in "\n".join(told)
     assert any(
-        re.fullmatch(r"stable rank   [0-9.]+ \(directions that hold the most of a change\)", line) for line in told
+        re.fullmatch(r"stable rank   [0-9.]+: the number of directions that carry a module's change", line)
+        for line in told
     )
 
 
-def test_page_explains_shares_above_all(tmp_path: Path) -> None:
-    """Two numbers in a thousand cross to the next one that bf16 has, which is much further than their change."""
+def test_share_is_nothing_where_rounding_is_larger_than_the_change(tmp_path: Path) -> None:
+    """Two numbers in a thousand cross to the next one that bf16 has, which is much further than their change: JSON,
+    text and page of a look, of a merge and of its proof have one reading."""
     weight = torch.ones(64, 64)
     change = torch.full((64, 64), 1e-4)
     change[0, :4] = 0.0045  # half a step of bf16 beside 1
     base = save({f"{KEY}.weight": weight.bfloat16()}, tmp_path / "base.safetensors")
     adapter = save({f"{KEY}.diff": change}, tmp_path / "a.safetensors")
     facts = inspect(base, lora_merge.Adapter(adapter, 1.0), weights=True)
-    assert facts["match"]["numbers"]["all"]["retained"] > 1.1
-    assert ENLARGED in content(facts)["notes"]
+    report = lora_merge.merge(base, adapter, tmp_path / "out.safetensors")
+    assert report.verified is not None
+    for numbers in (facts["match"]["numbers"], report.numbers):
+        assert [
+            row["retained"]
+            for row in (
+                numbers["all"],
+                *numbers["all"]["adapters"],
+                *numbers["blocks"].values(),
+                *numbers["tensors"].values(),
+            )
+        ] == [0.0] * 4
+    assert report.survival[0] == {"adapter": "a.safetensors", "share": 0.0, "grade": "poor"}
+    assert report.verified["retained"][0]["retained"] == 0.0
+    page = content(json.loads(report.to_json()))
+    assert page["tables"][0]["rows"][0][-1] == 0.0
     assert "nothing of it (lost in rounding) survives in the base's dtype" in "\n".join(lines(facts))
-    ink = save({f"{KEY}.diff": torch.full((64, 64), 0.5)}, tmp_path / "b.safetensors")
-    assert ENLARGED not in content(inspect(base, lora_merge.Adapter(ink, 1.0), weights=True))["notes"]
+    for warning in (facts["match"]["numbers"]["warnings"][0], report.verified["warnings"][0]):
+        assert (
+            "the change of a.safetensors is lost: rounding to bf16 is larger than the change: write --dtype fp32"
+            in warning
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from itertools import product
@@ -15,12 +16,14 @@ import torch
 from jsonschema import Draft202012Validator
 
 import lora_merge
+from lora_merge.errors import FitError
 from lora_merge.facts import THOUSANDS
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.formats.unread import METADATA_FORMATS, SIGNS
 from lora_merge.files.safetensors import layout
 from lora_merge.text import size
-from lora_merge.viewing.file_verdict import model_of
+from lora_merge.viewing.compare import compare
+from lora_merge.viewing.file_verdict import model_of, table_of_files
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.json_schemas import schema_of
 from lora_merge.viewing.text import lines
@@ -242,7 +245,7 @@ def test_report_begins_with_what_a_file_is_for(scene: Scene, tmp_path: Path) -> 
         "with kohya sd-scripts, on v1-5.safetensors, 900 steps",
     ):
         assert words in text
-    assert "The adapter fits: all 20 modules match." in next(iter(lines(inspect(scene.base, lora))))
+    assert "ink.safetensors fits: all 20 modules match." in next(iter(lines(inspect(scene.base, lora))))
     other = save(
         {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
         tmp_path / "x.safetensors",
@@ -266,6 +269,59 @@ def test_model_of_an_adapter_is_in_its_metadata_if_shapes_show_none(
     assert facts.get("made_for_by") == (None if title == "unknown" else entry)
 
 
+def by_names(path: Path) -> Path:
+    """An adapter of which the names alone show the model: its layers are small, and it has no metadata."""
+    te = [f"lora_te{n}_text_model_encoder_layers_{n}_self_attn_q_proj" for n in (1, 2)]
+    modules = ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k", *te)
+    return save({f"{m}.lora_{side}.weight": rand(20, 20) for m in modules for side in ("up", "down")}, path)
+
+
+def test_model_of_an_adapter_is_known_by_its_names_where_shapes_show_none(scene: Scene, tmp_path: Path) -> None:
+    """A look at it alone and on a base, a comparison, a sum and a merge have one answer."""
+    other = by_names(tmp_path / "xl.safetensors")
+    sd = save(kohya(sd1()), tmp_path / "sd.safetensors", metadata={"ss_base_model_version": "sd_v1"})
+    facts, fit = inspect(other), inspect(scene.base, other)
+    assert (facts["made_for"], facts["made_for_by"]) == ("Stable Diffusion XL", "its names")
+    assert facts["verdict"]["text"].startswith("LoRA, rank 20, for Stable Diffusion XL (")
+    both = "the adapter looks made for Stable Diffusion XL, the base is Stable Diffusion 1"
+    assert fit["verdict"]["text"].endswith(f"xl.safetensors does not fit: {both.replace('the adapter', 'it', 1)}.")
+    assert compare(sd, other)["made_for"] == ["Stable Diffusion 1", "Stable Diffusion XL"]
+    with pytest.raises(
+        FitError, match=r"sd\.safetensors is for Stable Diffusion 1, xl\.safetensors for Stable Diffusion XL"
+    ):
+        lora_merge.combine([sd, other], tmp_path / "sum.safetensors")
+    with pytest.raises(FitError) as e:
+        lora_merge.plan(scene.base, other)
+    assert e.value.what == both
+    assert "3 of 3 modules do not fit, such as lora_te1" in e.value.where
+    # The text has one extent of the misfit.
+    text = "\n".join(lines(fit))
+    assert (
+        re.findall(r"[0-9]+ of [0-9]+ modules|\([0-9]+ modules", text) == ["3 of 3 modules"] and "in part" not in text
+    )
+
+
+def test_every_adapter_on_a_base_has_a_verdict(scene: Scene, tmp_path: Path) -> None:
+    code, out, _ = run("inspect", scene.base, scene.ink, by_names(tmp_path / "xl.safetensors"), scene.oil)
+    verdict = out.splitlines()[0]
+    assert code == 4
+    assert "ink.safetensors fits: all 20 modules match. xl.safetensors does not fit: it looks made for" in verdict
+    assert verdict.endswith("oil.safetensors fits: all 15 modules match.") and "more characters" not in verdict
+
+
+@pytest.mark.parametrize(("tensors", "what", "for_model"), [
+    ({"emb_params": rand(4, 768)}, "embedding (textual inversion)", "Stable Diffusion 1"),
+    ({"body.0.rdb1.conv1.weight": rand(4, 4, 3, 3)}, "upscaler (ESRGAN)", ""),
+    ({"control_model.input_hint_block.0.weight": rand(4, 3, 3, 3)}, "ControlNet", ""),
+    ({"decoder.conv_in.weight": rand(4, 4, 3, 3)}, "VAE", ""),
+])  # fmt: skip
+def test_table_of_files_says_what_each_is(
+    tensors: dict[str, torch.Tensor], what: str, for_model: str, tmp_path: Path
+) -> None:
+    titles, row = table_of_files([inspect(save(tensors, tmp_path / "x.safetensors"))])
+    assert {title: row[titles.index(title)] for title in ("what", "for")} == {"what": what, "for": for_model}
+
+
 def test_language_model_is_called_by_its_class_and_size(tmp_path: Path) -> None:
     save(
         {"model.layers.0.self_attn.q_proj.weight": rand(8, 8), "model.embed_tokens.weight": rand(9, 8)},
@@ -280,7 +336,7 @@ def test_language_model_is_called_by_its_class_and_size(tmp_path: Path) -> None:
         "layers": 1,
         "hidden_size": 8,
     }
-    assert any(line.startswith("verdict") and "Llama" in line for line in lines(facts))
+    assert any(line.startswith("verdict") and "Llama, 136 parameters" in line for line in lines(facts))
     sizes = [model_of(LLAMA, count)["size"] for count in (8_030_261_248, 1_235_814_400, 596_049_920, 70_553_706_496)]
     assert sizes == ["8 B", "1.2 B", "596 M", "71 B"]
 

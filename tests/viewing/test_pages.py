@@ -17,6 +17,7 @@ import torch
 
 import lora_merge
 from lora_merge.change_statistics import Measure, Measures
+from lora_merge.facts import share_of
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
@@ -373,7 +374,7 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
         assert times == pytest.approx(report["seconds"], abs=0.02), "but for those of a moment"
         change = dict(made["summary"])["change"]
         assert ("of ‖W‖" in change) == ("ratio" in every)
-        assert f"{100 * every['ratio']:.3g}% of ‖W‖" in change if "ratio" in every else change
+        assert share_of(every["ratio"], "‖W‖") in change if "ratio" in every else change
 
 
 def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
@@ -680,12 +681,12 @@ def _page(path: Path) -> Any:
 def test_page_begins_with_its_verdict(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "o.safetensors"
     for words, level, text in (
-        (["merge", scene.base, scene.ink, "-o", out], "good", "Merged and verified"),
+        (["merge", scene.base, scene.ink, "-o", out], "good", "% of the change (good) survives"),
         (["merge", scene.base, f"{scene.ink}:0.000001", "-o", out], "warning", "Merged, but: "),
         (["resize", scene.ink, "--rank", "2", "-o", out], "warning", "Written, but: "),
         (["resize", scene.ink, "--rank", "4", "-o", out], "good", "100 % of the change (good) survives"),
         (["compare", scene.ink, scene.oil], "good", "Independent"),
-        (["inspect", scene.base, scene.ink], "good", "The adapter fits"),
+        (["inspect", scene.base, scene.ink], "good", "ink.safetensors fits"),
     ):
         written = ["--overwrite"] if "-o" in words else []
         assert run(*words, "--html", page, *written).code == 0

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 from ...dtypes import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
-from ...matching.fit_errors import model_title
-from ...models.names import AVERAGES, Names
+from ...matching.fit_errors import kind_of_model
+from ...models.names import AVERAGES, UNKNOWN_TITLE, Names
 from ...models.part_factors import Chosen, or_leave_out
 from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
@@ -157,9 +157,9 @@ def paired(
             pairs.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))
         else:
-            resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned)))
+            resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned, share=True)))
     if absent:
-        raise _other_models(base, tuned, common=bool(pairs)) or _absent(absent, pairs)
+        raise _other_models(base, tuned, share=bool(pairs)) or _absent(absent, pairs)
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     new = added(extra, here) if to.whole else []
@@ -167,8 +167,8 @@ def paired(
     notes += said_of_new(new)
     alone = [p.view.row_slices[0].key for p in extra if all(p is not new_pair.place for new_pair in new)]
     if alone and not lenient:
-        are = plural(len(alone), "parameter is", "parameters are")
-        raise _other_models(base, tuned) or FitError(
+        are = plural(len(alone), "weight is", "weights are")
+        raise _other_models(base, tuned, share=bool(pairs)) or FitError(
             f"{are} only in the tuned checkpoint",
             listed(alone, 3),
             _fix(in_folder=len(added(extra, here)) == len(extra)),
@@ -185,14 +185,15 @@ def paired(
     return Pairs(tuple(pairs), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, common: bool = True) -> FitError | None:
-    """Return the error for two checkpoints of different models; None unless both are known, or where one is an encoder
-    or a VAE, which may be a part of the other. `common`: whether any parameter is in both."""
+def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, share: bool) -> FitError | None:
+    """Return the error for two checkpoints of different models; None where it is not known what both are, or where one
+    may be a part of the other. `share`: whether they have weights in common."""
     (one, first), (two, other) = base, tuned
-    known = [lookup.known for lookup in (first, other) if lookup.known and lookup.known.component not in PARTS]
-    if common and (len(known) < 2 or known[0] is known[1]):
+    if first.what == other.what or UNKNOWN_TITLE in {first.what, other.what}:
         return None
-    what = f"different models: {model_title(first)} and {model_title(other)}"
+    if share and not all(lookup.known and lookup.known.component not in PARTS for lookup in (first, other)):
+        return None
+    what = f"different models: {kind_of_model(first.what)} and {kind_of_model(other.what)}"
     return FitError(what, f"{one.path} and {two.path}", ITS_BASE)
 
 
@@ -276,5 +277,5 @@ def _absent(absent: Sequence[Place], pairs: Sequence[Pair]) -> FitError:
     keys = [p.view.row_slices[0].key for p in absent]
     both = f"choose what both have: `--include {' --include '.join(components)}`"
     fix = both if lost and components else or_leave_out(ITS_BASE, keys)
-    are = plural(len(absent), "parameter of the base is", "parameters of the base are")
+    are = plural(len(absent), "weight of the base is", "weights of the base are")
     return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)

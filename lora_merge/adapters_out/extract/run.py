@@ -293,7 +293,7 @@ def _extracted_modules(
     notes += _above_noise([module.layer for module in changed])
     skipped = [place.label for place in zeros if id(place) in extractor.skipped]
     equal = len(zeros) - len(skipped)
-    same = plural(equal, "parameter is", "parameters are")
+    same = plural(equal, "weight is", "weights are")
     notes += [Note(f"{same} the same in both checkpoints: no change to store")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []

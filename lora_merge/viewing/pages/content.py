@@ -11,8 +11,6 @@ from ...facts import Fact
 from ...models.blocks import in_order
 from ...models.prefixes import innermost
 from ...paths import typed
-from ...report import ENLARGED
-from ...survival import CHANCE_SHARE
 from ...text import json_text, plural
 
 Values: TypeAlias = Mapping[str, Any]
@@ -188,13 +186,11 @@ class PageContent:
         if unlisted := numbers["unlisted"]:
             hidden = plural(unlisted, "tensor")
             self.data["notes"].append(f"the numbers of {hidden} are shown by part and by block alone")
-        if any((measured["retained"] or 0) > CHANCE_SHARE for measured in (every, *numbers["tensors"].values())):
-            self.data["notes"].append(ENLARGED)
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"], numbers["blocks"])
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-            lost = [(name, 1 - min(share, 1)) for name, row in rows if (share := row["retained"]) is not None]
+            lost = [(name, 1 - share) for name, row in rows if (share := row["retained"]) is not None]
             if any(share > LEAST_LOSS for _, share in lost):
                 self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]

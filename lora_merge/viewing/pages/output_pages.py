@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...facts import line, strengths
-from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows
-from ...survival import ENOUGH, grade, judged
+from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, trigger_words
+from ...survival import ENOUGH, grade, judged, worst
 from ...text import listed, plural
 from ..json_schemas import kind_of
 from .content import (
@@ -46,6 +46,8 @@ def merge_page(facts: Values) -> dict[str, Any]:
     page = PageContent("Merge", Path(facts["output"]).name)
     page.summary(merge_rows(facts, verbose=True))
     page.verdict(*_merged(facts, page.data["warnings"]))
+    for word in trigger_words(facts["coverage"]):
+        page.chip("trigger words", word)
     _adapters(page, facts)
     page.change(facts["numbers"], "What changed, by block and layer")
     page.table(
@@ -72,7 +74,9 @@ def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
     changed = f"{facts['changed']} of {facts['tensors']} tensors changed"
     if not facts["verified"]:
         return "warning", f"Merged, and not verified: {changed}."
-    return "good", f"Merged and verified: {changed}."
+    known = [row["share"] for row in facts["survival"] if row["share"] is not None]
+    survives = f"; {judged(least, 'the change')} survives" if (least := worst(known)) is not None else ""
+    return "good", f"Merged and verified: {changed}{survives}."
 
 
 def _adapters(page: PageContent, facts: Values) -> None:

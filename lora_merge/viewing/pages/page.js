@@ -20,7 +20,10 @@ function colour(name) {
 function number(value, unit) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (unit === "%") return (100 * value).toLocaleString("en", { maximumSignificantDigits: 4 }) + "%";
+  if (unit === "%") {
+    const often = value >= 10;
+    return (often ? value : 100 * value).toLocaleString("en", { maximumSignificantDigits: 4 }) + (often ? " times" : " %");
+  }
   if (unit === "B") return bytes(value);
   if (unit === "cosine") return (Math.round(1000 * value) / 1000 || 0).toFixed(3); // never −0
   if (unit === "s") return value.toLocaleString("en", { maximumFractionDigits: 2 }) + " s";
