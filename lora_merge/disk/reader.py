@@ -16,7 +16,7 @@ from ..errors import InputError
 from . import volumes
 from .files import FileState, Header, open_regular
 from .pages import PAGE, ReadAhead, Unknown, address, aligned_buffer, holds
-from .remote import RemoteFile, remote
+from .remote import WIDEST_NUMBER, RemoteFile, remote
 from .system import (
     CAN_ADVISE,
     CAN_READ_DIRECT,
@@ -37,7 +37,6 @@ BLOCKS_PER_CALL: Final = 8  # blocks per read call; with single blocks the disk 
 
 READ_AHEAD_BELOW: Final = 1 << 30  # bytes; only smaller files are read ahead into the page cache
 
-WIDEST_NUMBER: Final = 8  # bytes of the largest single number
 
 HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 

@@ -26,6 +26,9 @@ SMALL_RANGE: Final = 256 << 10
 CHUNKS: Final = 64
 """Ranges of a file that are kept: 16 MiB, the largest header of a GGUF file."""
 
+WIDEST_NUMBER: Final = 8
+"""Bytes of the largest single number."""
+
 WEIGHT_RANGE: Final = 8 << 20
 """Bytes of a range of weights."""
 
@@ -78,11 +81,11 @@ class RemoteFile:
         return data
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to read small ranges (offset, size), which will be read one after another, but for those that came with
-        the header."""
+        """Begin to read small ranges (offset, size), which will be read one after another, but for single numbers that
+        came with the header."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if self._came_with_header(offset, size):
+            if size <= WIDEST_NUMBER and self._came_with_header(offset, size):
                 continue
             if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)

@@ -37,7 +37,7 @@ from tests.kit.files import load, save, strays
 from tests.kit.pairs import examples
 from tests.kit.tensors import Tensors, rand
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* of the change of .* is lost")  # changes that are too small
+pytestmark = pytest.mark.filterwarnings("ignore:.*the change of .* is lost")  # changes that are too small
 
 FP8_E4M3, FP8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMITS = {  # dtype → its largest number, and the smallest one that is nearer to what would come after it
