@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
-from .errors import UsageError
+from .errors import ResourceError, UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
 from .text import HUGE, described, is_finite, number_of, python_code, shown
 
@@ -368,7 +368,7 @@ def _value(option: Option, value: Any) -> Any:
             raise unlike(value, option.flag, DEVICES, f"cuda:{value}" if type(value) is int else None)
         name = spelled(option, str(value))
         if not re.fullmatch(DEVICE, name):
-            raise UsageError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
+            raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
         return name
     if option.kind == "word":
         name = spelled(option, value) if isinstance(value, str) else ""

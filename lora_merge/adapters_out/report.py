@@ -242,7 +242,7 @@ def _rank_words(ranks: Sequence[int] | None, least: int) -> str:
     """Return the ranks of layers that keep a share of the change. `least`: what is known if they are not."""
     if ranks is None:
         return f"rank {least} or more" if least else "higher ranks"
-    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"ranks {ranks[0]} to {ranks[1]}, depending on the layer"
+    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"ranks {ranks[0]} to {ranks[1]} by layer"
 
 
 def _norms(report: Mapping[str, Any]) -> str:

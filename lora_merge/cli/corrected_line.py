@@ -36,17 +36,6 @@ def with_words(right: Mapping[str, str], *more: str) -> str:
     return line([*(right.get(word, word) for word in words), *more])
 
 
-def with_fix(fix: str) -> str:
-    """Return the user's own line with the options that a fix states, for the same output; "" where it says more."""
-    stated = dict(re.findall(r"(--[a-z-]+) (\S+)", fix))
-    if not stated or " ".join(f"{flag} {value}" for flag, value in stated.items()) != fix:
-        return ""
-    words, kept = without_global_options(sys.argv[1:], checked=False), list[str]()
-    for before, word in zip(["", *words], words, strict=False):
-        kept += [word] * (before not in stated and word.partition("=")[0] not in {*stated, "--overwrite"})
-    return line([*kept, *fix.split(), "--overwrite"])
-
-
 def flags(parameters: Sequence[Any]) -> dict[str, bool]:
     """Return option → whether it has no value, from the parameters of a command."""
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]

@@ -22,7 +22,6 @@ from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
 from ..text import Lines, escaped, json_text, one_line, plural, size
 from ..viewing.json_schemas import schema
-from .corrected_line import with_fix
 from .progress_display import Display, paused, watching
 from .stdio import ReportFile
 from .terminal import (
@@ -59,7 +58,7 @@ NAME_COLUMNS: Final = 8
 REMARKS: Final = ("note", "warning")
 """Names of facts that are shown with --quiet too, on stderr."""
 
-COPIED_FACTS: Final = frozenset({"file", "adapter", "hash", "undo", "try", "A", "B"})
+COPIED_FACTS: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
 """Names of facts whose words are copied: they stay whole where others are broken."""
 
 BETWEEN: Final = 4  # columns before and between the cells of a table
@@ -432,8 +431,6 @@ def show_adapter_report(report: AdapterReport, options: ReportOptions) -> None:
     elif report.planned:
         show_rows(rows)
     else:
-        if again := with_fix(report.survival.get("fix") or ""):
-            rows.append(line("try", again))
         rows += undo(report.output, "the inputs are as they were")
         show_closing(options.done, rows, whole=options.verbose)
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ..disk.pages import PAGE
 from ..disk.system import has_gpu
 from ..dtypes import Memory, Source, StoredTensor
-from ..errors import UsageError
+from ..errors import ResourceError
 from ..files.encodings.base import Encoding
 from ..job import Job
 from ..planning.plan import OutputTensor, Plan
@@ -189,13 +189,13 @@ class Window:
 
 
 def window_room(job: Job, workers: int = 1) -> int:
-    """Return the most bytes of a window's output, and of its input; UsageError if the job's limit is too low."""
+    """Return the most bytes of a window's output, and of its input; ResourceError if the job's limit is too low."""
     limit, job = job.max_memory, replace(job, max_memory=job.max_memory // workers)
     room = (job.max_memory - (pinned_bytes(job) if on_gpu(job) else 0)) // (2 * slots(job))
     if room < SMALLEST_WINDOW:
         least = (3 if on_gpu(job) else 2) * SLOTS * SMALLEST_WINDOW * workers
         shared = f", shared by {workers} workers" if workers > 1 else ""
-        raise UsageError("the memory limit is too low", f"`--max-memory {limit}`{shared}",
+        raise ResourceError("the memory limit is too low", f"`--max-memory {limit}`{shared}",
                          f"write `--max-memory {least >> 20}MiB` or more")  # fmt: skip
     return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)
 

@@ -21,7 +21,7 @@ from lora_merge.facts import share_of
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
-from lora_merge.report import merge_rows
+from lora_merge.report import merge_rows, size_of_change
 from lora_merge.survival import judged
 from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
@@ -58,7 +58,7 @@ def test_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -
     assert "<b>out</b>" in seen  # as text
     assert f"{report['changed']} of {report['tensors']} tensors" in seen
     numbers = report["numbers"]
-    assert f"{numbers['all']['ratio']:.2%} of the weights" in seen
+    assert size_of_change(numbers, "the weights") in seen
     assert "heatmaplayer" in dom  # Plotly has drawn
     assert [*numbers["blocks"]] == ["unet B01", "unet B02", "te BASE"]  # in the model's order
     assert [*numbers["components"]] == ["unet", "te"]
@@ -576,7 +576,7 @@ def test_row_of_a_batch_opens_to_the_numbers_of_its_job(
     assert "file not found" in unescape(failed) and "none.safetensors" in unescape(failed)
     assert judged(told[2]["report"]["energy"], "the change") in unescape(combined)
     assert "By block" in combined and "By block" in merged
-    assert f"{told[1]['report']['numbers']['all']['ratio']:.2%} of the weights" in unescape(merged)
+    assert size_of_change(told[1]["report"]["numbers"], "the weights") in unescape(merged)
     assert "Numbers of job 3" in dom
 
 

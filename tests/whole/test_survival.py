@@ -126,9 +126,9 @@ def test_advice_on_a_rank_keeps_the_share_that_it_names(files: Path, words: list
     ranks = [layer["rank"] for layer in again["layers"].values()]
     if survival["ranks"]:
         assert [min(ranks), max(ranks)] == survival["ranks"]
-        by_layer = ", depending on the layer" * (min(ranks) < max(ranks))
+        by_layer = " by layer" * (min(ranks) < max(ranks))
         assert f"{max(ranks)}{by_layer}: --rank" in survival["warning"]
-        assert ("depending on the layer" in survival["warning"]) == (min(ranks) < max(ranks))
+        assert (" by layer" in survival["warning"]) == (min(ranks) < max(ranks))
     elif words[0] != "extract" and "--format" not in words:
         pytest.fail("the ranks are known")
     assert ("curve" in first["numbers"]) == ("lokr" not in words)
