@@ -58,12 +58,17 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"rank_scale": lam, "side_scale": gam, "down": down, "up": up}
 
 
-def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Return the bases, drawn as in training: A first, then B."""
     import torch
 
     expect(holds="seed" in settings, otherwise="the bases are not stored, and no configuration has their seed")
     rank, (small, large) = shapes["rank_scale"][0], sorted(settings["widest"])
+    least, most = sorted(flat(target))
+    expect(
+        holds=least <= small and most <= large,
+        otherwise=f"bases of sides {small} and {large} do not cover sides {least} and {most}",
+    )
     count = -(-small // rank)
     generator = torch.Generator(device="cpu").manual_seed(settings["seed"])
 

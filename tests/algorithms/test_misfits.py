@@ -361,3 +361,11 @@ def test_tucker_sparse_places_are_each_named_once(places: list[tuple[int, int]],
             if name == "lora_sparse_tucker":
                 expected[rows, columns] -= weight.flatten(1)[rows, columns]
             torch.testing.assert_close(change[0], expected)
+
+
+def test_drawn_bases_cover_the_weight() -> None:
+    shapes, settings = {"rank_scale": (4, 3), "side_scale": (3, 10)}, {"seed": 3, "widest": (14, 11)}
+    row = ALGORITHMS["randlora"]
+    assert row.derived(shapes, (14, 10), settings)["up"].shape == (14, 3, 4)
+    with pytest.raises(DoesNotFit, match="do not cover sides 10 and 20"):
+        row.derived(shapes, (10, 2, 10), settings)
