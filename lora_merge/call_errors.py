@@ -63,10 +63,10 @@ def wrong_call(function: Callable[..., Any], call: Call) -> UsageError | None:
     args, kwargs = call
     signature, place = inspect.signature(function), f"lora_merge.{function.__qualname__}"
     parameters = {p.name: p for p in signature.parameters.values() if p.name != "self"}
-    own = args[len(signature.parameters) - len(parameters) :]  # without `self`
+    placed = args[len(signature.parameters) - len(parameters) :]  # without `self`
     options = _options(parameters.pop("options", None))
     wrong = _unknown_name(parameters, options, kwargs) or _wrong_number(
-        function.__name__, parameters, options, (own, kwargs)
+        function.__name__, parameters, options, (placed, kwargs)
     )
     if wrong is not None:
         return UsageError(wrong[0], place, wrong[1])

@@ -22,8 +22,8 @@ Inputs: TypeAlias = Literal["adapters", "snapshots", "adapter", "checkpoints"]
 """What a command reads: some adapters; some of one training, the oldest first; one adapter; or a base and the tuned
 checkpoint, which takes the place of one adapter."""
 
-Torch: TypeAlias = Literal["first", "beside", "rarely"]
-"""When a process that only runs the command loads torch: before anything else, beside the opening of inputs, or only
+Torch: TypeAlias = Literal["first", "meanwhile", "rarely"]
+"""When a process that only runs the command loads torch: before anything else, while inputs are opened, or only
 if a layer needs it."""
 
 

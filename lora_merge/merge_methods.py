@@ -115,7 +115,7 @@ LEAST_DIVISOR: Final = 1e-12
 
 @dataclass(frozen=True)
 class MethodParameters:
-    """The numbers of one method. A method ignores those that it does not take."""
+    """The numbers of one method. A method ignores the ones that it does not take."""
 
     density: float = 1.0
     gamma: float = 0.0

@@ -198,7 +198,7 @@ def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | No
 def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
     """Return the snapshots as a list, without strengths; UsageError with the weights in their place for others.
 
-    `strengths`: those that are stated for all.
+    `strengths`: a number for all, or a list with one for each; None if none are stated.
     """
     if isinstance(adapters, str | PathLike | Adapter):
         raise unlike(adapters, "adapters", "a list of snapshots")

@@ -158,8 +158,8 @@ def _adapter(file: Any, place: Place) -> str:
     """Return the first adapter of the job of a field, or of the first job, as it is written without its strength."""
     table = {"defaults": {}, "jobs": [], **(file if isinstance(file, dict) else {})}
     jobs = table["jobs"] if isinstance(table["jobs"], list) else []
-    own = jobs[place[1] : place[1] + 1] if len(place) > 1 and isinstance(place[1], int) else jobs[:1]
-    for entry in (*own, table["defaults"]):
+    nearest = jobs[place[1] : place[1] + 1] if len(place) > 1 and isinstance(place[1], int) else jobs[:1]
+    for entry in (*nearest, table["defaults"]):
         adapters = entry.get("adapters") if isinstance(entry, dict) else None
         if isinstance(adapters, list) and adapters and isinstance(adapters[0], str):
             return split_strength(adapters[0])[0]

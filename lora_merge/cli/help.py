@@ -222,8 +222,8 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
         stated = [word for word in words[1:] if right_form(word) and not exists(word)][-1:]  # resize FILE 16
-        kept = [word for word in words if word not in stated]
-        return f"write {line([*kept, flag, *(stated or [value])])}; "
+        others = [word for word in words if word not in stated]
+        return f"write {line([*others, flag, *(stated or [value])])}; "
     if value and words[-1:] == [flag]:
         return f"write {line([*words, value])}; "
     called = command.split()
@@ -235,9 +235,9 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
         if extra := re.fullmatch(
             r"Got unexpected extra arguments? \((.*)\)\.?", text.replace("argument(s)", "argument")
         ):
-            kept = plain[: len(plain) - len(extra[1].split(" "))]
-            if plain[len(kept) :] == extra[1].split(" "):
-                return f"leave the rest out: {line([*called, *kept, *options])}; "
+            files = plain[: len(plain) - len(extra[1].split(" "))]
+            if plain[len(files) :] == extra[1].split(" "):
+                return f"leave the rest out: {line([*called, *files, *options])}; "
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
 
 

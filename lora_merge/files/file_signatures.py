@@ -193,7 +193,7 @@ PLACEHOLDERS: Final = ("BASE", "TUNED", "MODEL", "ADAPTER", "ADAPTER2")
 
 
 def missing(path: Path, kind: str = "model", is_other: Callable[[Path], bool] = lambda _: False, /) -> InputError:
-    """Return the error for a file that is not there, with the names of those that may be meant.
+    """Return the error for a file that is not there, with the names of files that may be meant.
 
     `kind`: what is missing; `is_other`: whether a file is known to be something else.
     """

@@ -40,7 +40,7 @@ class Document:
     mistakes: tuple[tuple[int, str], ...] = ()
     """Line and message of each mistake in valid YAML: a field that is given twice, an unknown tag."""
     _fields: dict[int, dict[Any, tuple[Node, Node]]] = field(default_factory=dict, repr=False)
-    """Table → its fields and those that `<<` merges into it, each with its name; filled by `_fields_of`."""
+    """Table → its fields and the fields that `<<` merges into it, each with its name; filled by `_fields_of`."""
 
     def line(self, place: Place) -> int:
         """Return the line of a field or an item, or of its nearest parent that exists."""

@@ -77,8 +77,8 @@ class CheckpointCache:
 
         def read(index: Index) -> Names:
             lookup = names(index, table)
-            kept = (entry for (kind, *_), (_, entry) in self._entries.items() if kind == "names")
-            return next((other for other in kept if lookup.same_as(other)), lookup)
+            others = (entry for (kind, *_), (_, entry) in self._entries.items() if kind == "names")
+            return next((other for other in others if lookup.same_as(other)), lookup)
 
         lookup: Names = self.parsed(("names", path, table), self.index(path, adapter=False), read)
         return lookup

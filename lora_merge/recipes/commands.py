@@ -190,13 +190,13 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
     row.name: row
     for row in (
         Command(
-            MERGE, "merged", "adapters", (BASE,), OPTIONS, torch="beside", effort=1.0,
+            MERGE, "merged", "adapters", (BASE,), OPTIONS, torch="meanwhile", effort=1.0,
             **_merging(_merge_job, _plan_merge),
         ),
         Command(
             "unmerge", "unmerged", "adapters", (ADAPTERS, BASE),
             MappingProxyType({n: row for n, row in OPTIONS.items() if n != "method" and n not in PARAMETER_NAMES}),
-            torch="beside", effort=1.0, **_merging(_unmerge_job, _plan_unmerge),
+            torch="meanwhile", effort=1.0, **_merging(_unmerge_job, _plan_unmerge),
         ),
         Command(
             "combine", "combined", "adapters", (ADAPTERS,),
@@ -209,7 +209,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
             "resize", "resized", "adapter", (ADAPTERS,),
             _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
                      help={"rank": "Set the rank: 16, energy:0.99, fro:0.9, size:50MiB …"}),
-            torch="beside", combines=True, cuts=True, **_writing(_combine),
+            torch="meanwhile", combines=True, cuts=True, **_writing(_combine),
         ),
         Command(
             "convert", "converted", "adapter", (ADAPTERS,),
@@ -223,7 +223,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
                      *_ADAPTERS[1:], rank="same", space="delta", alpha="rank", format=KEEP, recorded=("rank",),
                      help={"weights": "Weight the snapshots: 0.7,0.3. [default: equal]",
                            "rank": "Set the rank. [default: same as the snapshots]"}),
-            torch="beside", combines=True, **_writing(_average),
+            torch="meanwhile", combines=True, **_writing(_average),
         ),
         Command(
             "extract", "extracted", "checkpoints", (ADAPTERS, BASE),

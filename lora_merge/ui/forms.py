@@ -268,7 +268,7 @@ def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: 
 
 
 def _factors(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    """Return part → factor of an adapter: those of its sliders, and those that are typed into one field."""
+    """Return part → factor of an adapter: from its sliders, and from the text of one field."""
     return {**(adapter.get("strength_for") or {}), **dict(factors_by_part(str(adapter.get("parts") or "")))}
 
 
