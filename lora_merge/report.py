@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .change_statistics import RETAINED
-from .facts import Fact, line, percent, share_of, strengths
+from .facts import Fact, line, percent, rows_in_python, share_of, strengths
 from .merge_methods import SUM
 from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
@@ -125,7 +125,7 @@ class Report(Shown):
         return f"Merged: {Path(self.output).name}"
 
     def _facts(self) -> Iterator[Fact]:
-        return merge_rows(vars(self))
+        return rows_in_python(merge_rows(vars(self)))
 
     def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.

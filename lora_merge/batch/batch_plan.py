@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapter_arguments import in_jobs_file
+from ..option_texts import in_jobs_file
 from ..command import Command
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks

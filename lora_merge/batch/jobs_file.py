@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from ..adapter_arguments import in_jobs_file
+from ..option_texts import in_jobs_file
 from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError

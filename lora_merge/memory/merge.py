@@ -46,6 +46,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands, wrong_adapter
 from ..models.blocks import groups
 from ..models.names import names
+from ..option_texts import in_python
 from ..options import a_list
 from ..planning.downloads import downloaded_paths
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
@@ -194,7 +195,7 @@ def warn_of(facts: MergeFacts) -> None:
     """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in facts.lost:
-        warnings.warn(one_line(text), stacklevel=5)
+        warnings.warn(one_line(in_python(text)), stacklevel=5)
     if saturated := facts.saturated:
         were = plural(sum(saturated.values()), "number was", "numbers were")
         names = listed([f"{n} of {name}" for name, n in saturated.most_common()])

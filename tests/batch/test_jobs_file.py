@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapter_arguments import in_jobs_file
+from lora_merge.option_texts import in_jobs_file
 from lora_merge.batch.jobs_file import BatchJob, load
 from lora_merge.batch.schema import JobsFile, Options
 from lora_merge.batch.templates import NoSuchName, render, render_output

@@ -16,7 +16,7 @@ import yaml
 
 import lora_merge
 from lora_merge import errors
-from lora_merge.adapter_arguments import in_jobs_file, in_python
+from lora_merge.option_texts import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
 from lora_merge.cli.compat import FOREIGN_OPTIONS
 from lora_merge.models.part_factors import or_leave_out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.adapter_arguments import in_python
+from lora_merge.option_texts import in_python
 from lora_merge.cli import main as program
 from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
