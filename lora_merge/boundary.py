@@ -31,20 +31,18 @@ OF_FILES: Final = ("metadata", "tensors", "modules", "layers")
 
 def worded(value: Any, name: str = "") -> Any:
     """Return a result with its errors and sentences in Python's words. `name`: the field that holds it."""
-    if name in OF_FILES or value is None:
-        return value
     if isinstance(value, MergeError):
-        return value.reword(in_python)
-    if isinstance(value, str):
-        return in_python(value) if name in SENTENCES else value
-    if isinstance(value, Facts):
-        return value.changed(worded)
-    if isinstance(value, Mapping):
-        return {key: worded(item, name if name in SENTENCES else key) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(worded(item, name) for item in value)
-    if is_dataclass(value) and hasattr(value, "to_json"):
-        return replace(value, **{f.name: worded(getattr(value, f.name), f.name) for f in fields(value)})  # type: ignore[type-var]
+        value.reword(in_python)
+    elif isinstance(value, str) and name in SENTENCES:
+        value = in_python(value)
+    elif isinstance(value, Facts):
+        value = value.changed(worded)
+    elif isinstance(value, Mapping) and name not in OF_FILES:
+        value = {key: worded(item, name if name in SENTENCES else key) for key, item in value.items()}
+    elif type(value) in (list, tuple):
+        value = type(value)(worded(item, name) for item in value)
+    elif is_dataclass(value) and hasattr(value, "to_json"):
+        value = replace(value, **{f.name: worded(getattr(value, f.name), f.name) for f in fields(value)})  # type: ignore[type-var]
     return value
 
 
@@ -64,8 +62,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             result: Any = function(*args, **kwargs)
             return result if type(result) is dict else worded(result)  # a state dict is the caller's own
         except UsageError as e:
-            wrong = wrong_call(function, (args, kwargs)) if e.is_of_type else None
-            raise (wrong.of_type() if wrong else e.reword(in_python)) from e.__cause__
+            wrong, corrected = wrong_call(function, (args, kwargs)), e.reword(in_python).fix.startswith("write ")
+            raise (wrong if wrong and (wrong.fix.startswith("write ") or not corrected) else e) from e.__cause__
         except MergeError as e:
             e.reword(in_python)
             raise

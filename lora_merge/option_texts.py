@@ -129,8 +129,8 @@ class Surface(NamedTuple):
     pair: str
     """A name and its value, or a part and its factor."""
     switch: Mapping[bool, str]
-    literal: Callable[[str, bool], str]
-    """Returns a value; the second argument is whether it is quoted on the command line."""
+    literal: Callable[[str], str]
+    """Returns a value that is typed on the command line, with its quotes if it has any."""
     names: Mapping[str, str]
     """Option without a row, or with another name there → its name."""
     lacks: Sequence[str]
@@ -181,14 +181,19 @@ def _with_options(text: str, surface: Surface) -> str:
     for n, piece in enumerate(pieces):
         if n % 2 == 0:
             words = re.sub(_MENTION, lambda m: _mention(m, surface), piece)
-            call = surface.command or str
-            pieces[n] = re.sub(_NAMED, lambda m, call=call: call(m[0]) if m[1] in CALLS else m[0], words)
+            pieces[n] = _in_calls(words, surface.command) if surface.command else words
         elif piece.startswith("lora-merge "):
             pieces[n] = surface.command(piece) if surface.command else f"`{piece}`"
         else:
             options = [_option(m["name"], m["value"], surface) or m[0] for m in re.finditer(_TYPED, piece)]
             pieces[n] = ", ".join(options) or piece
     return "".join(pieces)
+
+
+def _in_calls(words: str, call: Callable[[str], str]) -> str:
+    """Return a sentence with commands as calls, and the placeholder of an adapter with its strength as a pair."""
+    words = re.sub(_NAMED, lambda m: call(m[0]) if m[1] in CALLS else m[0], words)
+    return re.sub(r"\bADAPTER:[0-9.]+[0-9]", lambda m: _adapter(m[0]), words)
 
 
 def _mention(match: re.Match[str], surface: Surface) -> str:
@@ -212,23 +217,26 @@ def _option(flag: str | None, value: str | None, surface: Surface) -> str:
         return surface.pair.format(name, surface.switch[not off])
     if not value:
         return name
-    quoted = value[0] in "'\""
-    plain = value[1:-1] if quoted else value
-    part, equals, factor = plain.rpartition("=")
+    quote = value[0] if value[0] in QUOTES else ""
+    part, equals, factor = value.strip(QUOTES).rpartition("=")
     if kind in PAIRS and equals:
-        inside = f"{surface.literal(part, quoted)}: {surface.literal(factor, False)}"
-        return surface.pair.format(name, f"{{{inside}}}")
-    plain = surface.literal(plain, quoted)
-    return surface.pair.format(name, f"[{plain}]" if kind in LISTS else plain)
+        pair = f"{surface.literal(f'{quote}{part}{quote}')}: {surface.literal(factor)}"
+        return surface.pair.format(name, f"{{{pair}}}")
+    text = surface.literal(value)
+    return surface.pair.format(name, f"[{text}]" if kind in LISTS else text)
 
 
-def _yaml(text: str, quoted: bool) -> str:  # noqa: FBT001  # as it was typed
+QUOTES: Final = "'\""
+
+
+def _yaml(text: str) -> str:
     """Return a value as YAML has it, without escapes."""
-    return "'" + text.replace("'", "''") + "'" if quoted else text
+    return "'" + text[1:-1].replace("'", "''") + "'" if text[0] in QUOTES else text
 
 
-def _literal(text: str, quoted: bool = False) -> str:  # noqa: FBT001, FBT002  # as it was typed
+def _literal(text: str) -> str:
     """Return a value as Python has it: numbers, lists and placeholders such as FILE as they are, and else a text."""
+    text = text.strip(QUOTES)
     plain = text.isupper() or re.fullmatch(r"-?[0-9.]+(,-?[0-9.]+)*|\[.*\]|true|false|…", text)
     return {"true": "True", "false": "False"}.get(text, text) if plain else json.dumps(text, ensure_ascii=False)
 
@@ -236,7 +244,8 @@ def _literal(text: str, quoted: bool = False) -> str:  # noqa: FBT001, FBT002  #
 CALLS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType({
     **dict.fromkeys(("extract", "resize", "convert", "inspect", "compare", "replay", "verify"), (9, "{}({})")),
     **dict.fromkeys((MERGE, "unmerge"), (1, "{}({})")), **dict.fromkeys(("combine", "average"), (0, "{}({})")),
-    "parts": (9, 'inspect({1})["blocks"]'), "batch": (9, "run_batch({1})"),
+    "parts": (9, 'inspect({1})["blocks"]'),
+    "batch": (9, 'run_batch([{{"base": BASE, "adapters": [ADAPTER], "output": OUTPUT}}])'),
     "schema": (9, "print(*lora_merge.typed_options.JobTable.__annotations__)"),
 })  # fmt: skip
 """Command → how many of its words are not in a list of adapters, and the call of its name and arguments."""
@@ -251,9 +260,7 @@ def python_call(command: str) -> str:
     arguments = [*map(_literal, rest[:at][:alone])]
     if adapters := [*map(_adapter, rest[:at][alone:])]:
         arguments.append(f"[{', '.join(adapters)}]")
-    arguments += [
-        _option(m["name"], m["value"], PYTHON) or m[0] for m in re.finditer(_TYPED, " ".join(rest[at:]))
-    ]
+    arguments += [_option(m["name"], m["value"], PYTHON) or m[0] for m in re.finditer(_TYPED, " ".join(rest[at:]))]
     return form.format(name, ", ".join(arguments))
 
 

@@ -40,10 +40,11 @@ def average_weights(
     """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none. `others`:
     as `shares` takes them."""
     stated = [
-        name for name, value in (("weights", weights), ("ema", ema), ("sigma-rel", sigma_rel)) if value is not None
+        name for name, value in (("weights", weights), ("ema", ema), ("sigma_rel", sigma_rel)) if value is not None
     ]
     if len(stated) > 1:
-        raise UsageError(f"{' and '.join(stated)} both give the weights", f"--{stated[1]}", "use one of them")
+        first, second = (f"--{name.replace('_', '-')}" for name in stated[:2])
+        raise UsageError(f"{first} and {second} both give the weights", second, "use one of them")
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
@@ -96,8 +97,10 @@ def shares(
     if ema is not None:
         ema = finite(ema, "--ema")
         last = ema if ema_to is None else ema_to
-        if not all(is_finite(b) and 0 <= b < 1 for b in (ema, last)):
-            raise UsageError(f"ema {shown(ema)} to {shown(last)}", "--ema", "use numbers from 0 to less than 1")
+        for flag, decay in (("--ema", ema), ("--ema-to", last)):
+            if not is_finite(decay) or not 0 <= decay < 1:
+                raise UsageError(f"{shown(decay)} cannot be the decay of an average", flag,
+                                 "use a number from 0 to less than 1, such as 0.9")  # fmt: skip
         return [ema + (last - ema) * (i / max(count - 2, 1)) for i in range(count - 1)]
     if sigma_rel is None:
         return None

@@ -248,7 +248,7 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     if stray := next((name for name in of_merge if name in of_others), None):
         known = ", ".join(name for name, row in rows.items() if row.group)
         raise UsageError(f"{request.command.name} has no such option", f"--{stray.replace('_', '-')}",
-                         f"leave it out, or use one of {known}").of_type()  # fmt: skip
+                         f"leave it out, or use one of {known}")  # fmt: skip
     for name, value in {**of_merge, **stated}.items():
         if name in rows and isinstance(value, str) and rows[name].kind in TYPED:
             TYPED[rows[name].kind](value, rows[name].flag)  # raises

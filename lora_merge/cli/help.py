@@ -20,6 +20,7 @@ from ..errors import UsageError
 from ..options import OPTIONS
 from ..paths import exists
 from ..recipes.commands import COMMANDS
+from ..text import plural
 from .compat import FOREIGN_OPTIONS, advice_on
 from .corrected_line import flags, line, split_words
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
@@ -207,8 +208,20 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
     known = context.command if context is not None else commands.get(command)
+    if no_command := re.match("No such command '(.*?)'", text):
+        near = get_close_matches(no_command[1], getattr(known, "commands", ()), 1)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(getattr(known, 'commands', ()))}; {see}"
+        return UsageError(f"there is no command {no_command[1]!r}", typed(), fix).instead(no_command[1], *near)
     fix = f"{_own_line(error, text, command, known)}{see}"
-    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), fix)
+    extra = _extra(text)
+    what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
+    return UsageError(what.rstrip("."), typed(), fix)
+
+
+def _extra(text: str) -> list[str]:
+    """Return the words for which a command has no place, from the text of click."""
+    words = re.fullmatch(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)\.?", text)
+    return words[1].split(" ") if words else []
 
 
 def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
@@ -232,11 +245,9 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
         if missing is not None and missing.param_type_name == "argument":
             name = f"{missing.metavar or missing.name}".partition("[")[0].upper()
             return f"write {line([*called, *plain, name, *options])}; "
-        if extra := re.fullmatch(
-            r"Got unexpected extra arguments? \((.*)\)\.?", text.replace("argument(s)", "argument")
-        ):
-            files = plain[: len(plain) - len(extra[1].split(" "))]
-            if plain[len(files) :] == extra[1].split(" "):
+        if extra := _extra(text):
+            files = plain[: len(plain) - len(extra)]
+            if plain[len(files) :] == extra:
                 return f"leave the rest out: {line([*called, *files, *options])}; "
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
 

@@ -168,8 +168,6 @@ def prepare(
     `live`: the tensors of the base. `called`: the public function, for errors. A base without a configuration is a
     state dict: its values show if its head is tied.
     """
-    if wrong := sorted(options.keys() & {"base", "output"}):
-        raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
     keep = isinstance(asked := options.get("device"), str) and asked == KEEP_DEVICE
     if keep:
         options = {**options, "device": _device(live.values())}
