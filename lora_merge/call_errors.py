@@ -28,7 +28,7 @@ VALUE_KINDS: Final[Mapping[str, str]] = {
     "str | float": "a number or a word",
     "bool | Progress": "True, False, or a function of a lora_merge.Step",
     "Mapping[str, str | int] | Sequence[tuple[str, str | int]]": 'a table such as {"te": 4}',
-    "Jobs": "a path, or a list of jobs", "Keep": "host, device or compressed", "dict[str, object]": "a dict",
+    "Jobs": "a path, or a list of jobs", "Keep": "one of: host, device, compressed", "dict[str, object]": "a dict",
     "MemoryAdapters": f"{AN_ADAPTER}, a state dict, or a list of these", "Module | LivePipeline": "a model",
     "FormerPlans": "a lora_merge.FormerPlans", "Callable[[JobReport], object]": "a function of a lora_merge.JobReport",
 }  # fmt: skip

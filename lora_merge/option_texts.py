@@ -119,6 +119,7 @@ LISTS: Final = ("texts", "list", "numbers")
 NAMES: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("to", "format"), DIALECT_NAMES), "algorithm": ("lora", "full", "auto", "lokr"),
     "tokenizer": ("adapter", "base"),
+    **dict.fromkeys(("include", "exclude"), ("unet", "te", "vae", "transformer", "prior", "denoiser", "model")),
 }  # fmt: skip
 """Option whose row has no words → words that are its values."""
 

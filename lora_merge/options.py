@@ -319,7 +319,7 @@ def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
         raise unlike(value, where, expected, {value[0]: value[1]})
     entries = [*value.items()] if isinstance(value, Mapping) else a_list(value, where, expected)
     if entries and all((isinstance(entry, str) and "=" in entry) or isinstance(entry, Mapping) for entry in entries):
-        tables = [e if isinstance(e, Mapping) else _table(e) for e in entries]
+        tables = [e if isinstance(e, Mapping) else _table(str(e)) for e in entries]
         raise unlike(value, where, expected, {name: v for table in tables for name, v in table.items()})
     entries = [tuple(p) if isinstance(p, list | tuple) else (p,) for p in entries]
     wrong = next((p for p in entries if len(p) != 2 or not isinstance(p[0], str)), None)

@@ -54,7 +54,7 @@ class Changes(Opened):
     __radd__ = __add__
 
     def __mul__(self, strength: float) -> AdapterSum:
-        if not isinstance(strength, int | float | str):
+        if not isinstance(strength, int | float):
             return NotImplemented
         strength = factor(strength, "the strength of an adapter")
         return AdapterSum(tuple((adapter, s * strength) for adapter, s in self.terms))

@@ -291,7 +291,8 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
     for number, item in enumerate(summands(items)):
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
-        if number_of(strength) is not None:
+        known = isinstance(source, str | PathLike | Adapter | Mapping | LoadedAdapter)
+        if not known or number_of(strength) is not None:
             raise wrong_adapter(item)
         if isinstance(source, Mapping):
             files.append(group(index_of(f"adapter {number}", source)))
