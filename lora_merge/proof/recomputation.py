@@ -85,7 +85,7 @@ class Recomputation:
         if target.name not in self.left_out:
             cols, size, rows = target.matrix[1], target.packing.encoding.nbytes, self._chosen(target)
             if (recorded := self.recorded.get(target.name)) is not None:
-                rows = np.union1d(rows, recorded.rows)
+                rows = np.array(sorted({*rows.tolist(), *recorded.rows}))
             yield from ((size(first * cols), size(count * cols)) for first, count in runs(rows))
 
     def _chosen(self, target: OutputTensor) -> Array:
