@@ -59,8 +59,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             for name in kwargs.keys() & switches:
                 if kwargs[name] is not None:
                     switch(kwargs[name], name)
-            result: Any = function(*args, **kwargs)
-            return result if type(result) is dict else worded(result)  # a state dict is the caller's own
+            result: R = worded(function(*args, **kwargs))
+            return result
         except UsageError as e:
             wrong, corrected = wrong_call(function, (args, kwargs)), e.reword(in_python).fix.startswith("write ")
             raise (wrong if wrong and (wrong.fix.startswith("write ") or not corrected) else e) from e.__cause__

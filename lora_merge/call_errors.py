@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Final, Literal, Union
 
-from .adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from .errors import UsageError
+from .option_texts import takes
 from .options import AN_ADAPTER, COMMAND_ONLY, MEANT, OPTIONS, SWITCHED, values_of
 from .text import described, number_of, one_line, python_code, shown
 
@@ -144,8 +144,7 @@ def _options(parameter: inspect.Parameter | None) -> tuple[str, ...]:
 def _may_be(value: object, name: str, parameter: inspect.Parameter | None) -> bool:
     """Return whether a value without a name was probably meant for an option or a parameter."""
     if isinstance(value, str | os.PathLike):
-        option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
-        return value in (DIALECT_NAMES if name in ("to", "format") else option.words if option else ())
+        return takes(name, str(value))
     return parameter is not None and type(value) is TYPES.get(annotation_of(parameter))
 
 
