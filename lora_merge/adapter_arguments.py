@@ -12,6 +12,7 @@ from .addresses import split
 from .errors import UsageError
 from .options import BLOCK_WEIGHTS
 from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
+from .text import python_code
 
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
@@ -173,6 +174,9 @@ def adapter_path(path: str | Path, *, alone: bool = False) -> Path:
         else:
             fix = f"({name}, {argument.strength}) in the list of adapters, or strengths=[{argument.strength}]"
         raise UsageError("a strength is not written like this in Python", path[:200], f"write {fix}")
+    several = [word for word in re.split(r"\s*[,;]\s*", str(path)) if word]
+    if len(several) > 1 and not exists(path) and all(exists(with_found_ending(word)) for word in several):
+        raise UsageError("several adapters are written in one text", str(path)[:200], f"write {python_code(several)}")
     return input_path(path)
 
 

@@ -354,7 +354,9 @@ def wrong_adapter(value: Any) -> UsageError:
     pair = (pair["path"], pair.get("strength", 1.0)) if isinstance(pair, Mapping) and "path" in pair else pair
     if right := _path_and_number(pair):
         fix = f"write {python_code(right)}"
-    elif isinstance(value, Mapping) or hasattr(value, "state_dict"):
+    elif hasattr(value, "state_dict") or (
+        isinstance(value, Mapping) and any(hasattr(tensor, "shape") for tensor in value.values())
+    ):
         fix = "for tensors in memory use merge_state_dict() or merge_into(); to files, save them first"
     else:
         fix = f"give {AN_ADAPTER}"

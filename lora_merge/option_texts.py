@@ -238,7 +238,7 @@ def _yaml(text: str) -> str:
 def _literal(text: str) -> str:
     """Return a value as Python has it: numbers, lists and placeholders such as FILE as they are, and else a text."""
     text = text.strip(QUOTES)
-    plain = text.isupper() or re.fullmatch(r"-?[0-9.]+(,-?[0-9.]+)*|\[.*\]|true|false|…", text)
+    plain = re.fullmatch(r"[A-Z]+[0-9]?|-?[0-9.]+(,-?[0-9.]+)*|\[.*\]|true|false|…", text)
     return {"true": "True", "false": "False"}.get(text, text) if plain else json.dumps(text, ensure_ascii=False)
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -262,6 +263,13 @@ def text(value: Any, where: str) -> str:
     return value
 
 
+def path(value: Any, where: str) -> Any:
+    """Return a path as it was given; UsageError for another value."""
+    if value is not None and not isinstance(value, str | PathLike):
+        raise unlike(value, where, "a path")
+    return value
+
+
 SWITCHED: Final = {
     "true": True,
     "yes": True,
@@ -376,7 +384,7 @@ def _value(option: Option, value: Any) -> Any:
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
-    "switch": switch, "whole": whole, "number": finite, "text": text,
+    "switch": switch, "whole": whole, "number": finite, "text": text, "path": path, "folder": path,
 }  # fmt: skip
 
 

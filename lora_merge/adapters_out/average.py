@@ -64,7 +64,7 @@ def _stated(weights: Any, count: int) -> list[float]:
     numbers = [value if (number := number_of(value)) is None else number for value in values]
     sound = all(map(is_finite, numbers)) and 0 < len(numbers) <= count
     right = with_rest([*numbers, *[None] * (count - len(numbers))]) if sound else None
-    if isinstance(weights, str | Mapping | Real) or numbers != values:
+    if isinstance(weights, str | Mapping | Real) or numbers != values or not all(map(is_finite, numbers)):
         raise unlike(weights, "--weights", "a list of numbers", right)
     if not sound or len(numbers) < count:
         fix = f"write `--weights {typed_weights(right)}`" if right else "give one number for each"

@@ -254,7 +254,7 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
             TYPED[rows[name].kind](value, rows[name].flag)  # raises
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
-                         f"write {missing}: 16 or energy:0.99")  # fmt: skip
+                         f"write `--{missing} 16`")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
         raise UsageError("adapters are not quantised", f"`--dtype {shown(dtype)}`", "write `--dtype bf16`")

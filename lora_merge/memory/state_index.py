@@ -178,6 +178,9 @@ def check_values(value: object, where: str) -> None:
             fix = "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"
         raise InputError(f"{kind} is not a tensor", where, fix)
     if not _strided(value):
+        if type(value) in (Tensor, Parameter):
+            layout, dtype = (str(name).removeprefix("torch.") for name in (value.layout, value.dtype))
+            kind = f"{with_article(layout)} tensor of {dtype}"
         fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
         raise InputError(f"{kind} is not a plain tensor", where, fix)
     if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor

@@ -634,6 +634,7 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
     ("of --dtype that quantises, --format peft or --format if", 'of dtype that quantises, format="peft" or format if'),
     ("`lora-merge base.safetensors A:0.5 B --dtype bf16`", 'merge("base.safetensors", [(A, 0.5), B], dtype="bf16")'),
     ("`lora-merge combine A B -o 'a b'`, lora-merge verify", 'combine([A, B], output="a b"), verify()'),
+    ("`--strength-for IN99`", 'strength_for="IN99"'), ("write a strength: ADAPTER:0.8.", "write a strength: (ADAPTER, 0.8)."),
     ("`lora-merge parts BASE` lists all", 'inspect(BASE)["blocks"] lists all'),
 ])  # fmt: skip
 def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> None:
