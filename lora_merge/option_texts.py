@@ -200,7 +200,7 @@ def _in_calls(words: str, call: Callable[[str], str]) -> str:
 def _mention(match: re.Match[str], surface: Surface) -> str:
     """Return an option of a sentence; the word behind it is its value if it looks like one."""
     name, word = match["name"], match["value"]
-    if word and (word.isupper() or re.search("[0-9:='=]", word) or takes((name or "output").replace("-", "_"), word)):
+    if word and (word.isupper() or re.search("[0-9:=']", word) or takes((name or "output").replace("-", "_"), word)):
         return _option(name, word, surface) or match[0]
     return (_option(name, None, surface) or match[0].partition(" ")[0]) + (f" {word}" if word else "")
 
