@@ -397,7 +397,7 @@ SLIPS = [
     ("merge_state_dict(STATE, 'ink', output='out')", "for files use merge()"),
     ("merge_state_dict(STATE, [(0.5, 'ink.safetensors')])", 'write ("ink.safetensors", 0.5)'),
     ("average(['ink', 'oil'], 'out', ema=2)", "use a number from 0 to less than 1, such as 0.9"),
-    ("verify('m', search='.')", 'write search=["."]'),
+    ("verify('m', search='more')", 'write search=["more"]'),
     ("verify('m', adapters=['ink'])", "name the base and all adapters"),
     ("merge('base', 'ink.safetensors, oil.safetensors', 'out')", 'write ["ink.safetensors", "oil.safetensors"]'),
     ("merge('base', 'ink', 'out', map=5)", "give a path"),
@@ -432,6 +432,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("m", "merged"):
         lora_merge.merge(folder / "base", folder / ("ink" if name == "m" else "style"), folder / f"{name}.safetensors")
     (folder / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [JOB]}))
+    (folder / "more").mkdir()
     return folder
 
 
