@@ -22,7 +22,7 @@ class CallersFailure(Exception):
     """A function that the caller gave has failed: its cause leaves a public function as it is."""
 
 
-SENTENCES: Final = ("notes", "warning", "warnings", "fix")
+SENTENCES: Final = ("notes", "warning", "warnings", "fix", "skipped", "ignored")
 """Fields of reports and facts that hold sentences for the user."""
 
 OF_FILES: Final = ("metadata", "tensors", "modules", "layers")

@@ -12,6 +12,7 @@ from typing import Any, Final
 from .change_statistics import RETAINED
 from .facts import Fact, line, percent, rows_in_python, share_of, strengths
 from .merge_methods import SUM
+from .option_texts import in_python
 from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
 
@@ -286,7 +287,7 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
 
 def note_row(note: str) -> Fact:
     """Return the row of a note; a warning if the result is uncertain."""
-    return line("warning" if note.endswith((LOST_ALPHA, NOT_THE_BASE)) else "note", note)
+    return line("warning" if note.endswith((LOST_ALPHA, in_python(LOST_ALPHA), NOT_THE_BASE)) else "note", note)
 
 
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:

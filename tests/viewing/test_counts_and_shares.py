@@ -75,6 +75,6 @@ def test_share_is_nothing_where_rounding_is_larger_than_the_change(tmp_path: Pat
     assert "nothing of it (lost in rounding) survives in the base's dtype" in "\n".join(lines(facts))
     for warning in (facts["match"]["numbers"]["warnings"][0], report.verified["warnings"][0]):
         assert (
-            "the change of a.safetensors is lost: rounding to bf16 is larger than the change: write --dtype fp32"
+            'the change of a.safetensors is lost: rounding to bf16 is larger than the change: write dtype="fp32"'
             in warning
         )
