@@ -89,14 +89,15 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     raise UsageError("a number is not an adapter", " ".join(values), fix)
 
 
-def check_last(words: Sequence[str]) -> None:
-    """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
+def check_last(words: Sequence[str], base: str) -> None:
+    """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it. `base`: "" if there
+    is none."""
     last = words[-1] if words else ""
     if len(words) < 2 or split(last) is not None or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
-    from ..planning.checkpoint_cache import missing_input
+    from ..planning.fitting_files import missing_input
 
-    error = missing_input(expand(last), adapter=True)
+    error = missing_input(expand(last), adapter=True, partners=[expand(base)] if base else [])
     if not error.fix.startswith("did you mean"):
         raise InputError(
             "file not found", error.where, f"if it is the output, write `-o {typed([last])}`; else {error.fix.written}"
@@ -151,10 +152,10 @@ def named_base(text: str) -> str:
     return completed(text)
 
 
-def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[NamedAdapter]:
-    """Return all adapters of a command. `strengths`: the words of `--strength`."""
+def named_adapters(words: Sequence[str], strengths: Sequence[str] | None, base: str = "") -> list[NamedAdapter]:
+    """Return all adapters of a command. `strengths`: the words of `--strength`; `base`: their base, if it has one."""
     check_numbers(words, strengths or ())
-    check_last(words)
+    check_last(words, base)
     return [named_adapter(word) for word in expanded(words)]
 
 

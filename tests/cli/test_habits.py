@@ -19,7 +19,7 @@ from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
-from lora_merge.planning import checkpoint_cache
+from lora_merge.planning import fitting_files
 from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
@@ -647,10 +647,10 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("resize lora --rank 90%", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
     ("convert lora --to PEFTT", "did you mean peft? write lora-merge convert lora --to peft"),
     ("lora base --dtype bf16", "name the base first: lora-merge base lora --dtype bf16"),
-    ("lora", "name the base first: lora-merge BASE lora"),
-    ("lora loras/ink:0.5 -o both.safetensors", "name the base first: lora-merge BASE lora loras/ink:0.5 -o both.safetensors; "
+    ("lora", "name the base first: lora-merge base.safetensors lora"),
+    ("lora loras/ink:0.5 -o both.safetensors", "name the base first: lora-merge base.safetensors lora loras/ink:0.5 -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora loras/ink:0.5 -o both.safetensors"),
-    ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge BASE lora:0.5 loras/ink -o both.safetensors; "
+    ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge base.safetensors lora:0.5 loras/ink -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora:0.5 loras/ink -o both.safetensors"),
     ("lora:0.5 base --dtype bf16", "name the base first: lora-merge base lora:0.5 --dtype bf16"),
     ("base lora loras/ink -s 0.5", "give one for each, in order: -s 0.5 -s 0.5; or write lora.safetensors:0.5 loras/ink.safetensors:0.5"),
@@ -691,7 +691,7 @@ def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
     assert run("lorb.safetensors", "lora")[2].endswith("fix:   check the path; its folder has base.safetensors\n")
     assert run("base", "bose")[2].endswith("fix:   check the path; its folder has lora.safetensors\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_cache, "LOOK_SECONDS", 0.0)
+        patch.setattr(fitting_files, "LOOK_SECONDS", 0.0)
         assert "base.safetensors" in run("base", "bose")[2].partition("fix:")[2]
 
 
