@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .change_statistics import RETAINED
-from .facts import Fact, line, percent, share_of, strengths
+from .facts import Fact, line, percent, share_of, strengths, times
 from .merge_methods import SUM
 from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
@@ -235,7 +235,7 @@ def trigger_words(coverage: Mapping[str, Any]) -> list[str]:
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
     """Return the strength, or the least and the largest one, at which components change, and these components."""
     values = _strengths(strengths)
-    words = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+    words = " to ".join(times(value) for value in dict.fromkeys((values[0], values[-1])))
     return words, ", ".join(part for part, counts in strengths.items() if any(map(float, counts)))
 
 

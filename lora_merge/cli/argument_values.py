@@ -209,7 +209,7 @@ def with_strengths(adapters: Sequence[NamedAdapter], options: dict[str, Any]) ->
 
     Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
     """
-    if "strength" not in options or not all(adapter.bare for adapter in adapters):
+    if "strength" not in options or not adapters or not all(adapter.bare for adapter in adapters):
         return adapters
     return [a._replace(strength=value) for a, value in zip(adapters, options.pop("strength"), strict=True)]
 
@@ -250,7 +250,7 @@ def strengths(texts: Sequence[str], adapters: Sequence[str]) -> list[float] | No
     """
     texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
     numbers = [_strength(part) for text in texts for part in text.split(",")]
-    if numbers and len(numbers) != len(adapters):
+    if numbers and adapters and len(numbers) != len(adapters):
         if len(texts) == len(adapters) and all(map(right_form, texts)):  # -s 0,8
             fix = " ".join(f"-s {right_form(text)}" for text in texts)
             raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: `{fix}`")

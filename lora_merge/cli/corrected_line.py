@@ -133,7 +133,12 @@ def _of_role(partners: Sequence[str], stated: Sequence[str], *, adapter: bool, f
     if of_role or (stated and not folders):
         return chosen
     folder = others[0].parent if others else Path.cwd()
-    return [f.name if f.parent == Path.cwd() else str(f) for f in fitting(folder, others, adapter=adapter)]
+    return [_here(str(file)) for file in fitting(folder, others, adapter=adapter)]
+
+
+def _here(path: str) -> str:
+    """Return a path as it is typed in the current folder."""
+    return Path(path).name if Path(path).parent == Path.cwd() else path
 
 
 def _place(word: str) -> str:
@@ -192,7 +197,7 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
             yield f"{right[0]}{equals}{value}"
         elif new := right[0] if value == wrong else _path(value, wrong, right[0]):
             yield f"{flag}{equals}{new}"
-            yield from right[1:]
+            yield from map(_here, right[1:])
             right = right[:1]
         else:
             yield word

@@ -186,7 +186,7 @@ def unmerge(
         PageFiles(html, None, quiet=quiet, dry_run=dry_run),
     )
     if output is None:
-        refuse_to_unmerge(expand(path))
+        refuse_to_unmerge(expand(path), named=bool(adapters))
     named, stated = read_with_adapters([named_adapter(a) for a in adapters or []], options)
     overwrite = bool(stated.get("overwrite"))
     report_options = ReportOptions(

@@ -24,6 +24,7 @@ from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import load, save
+from tests.kit.flux import flux, of_flux
 from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
@@ -693,6 +694,38 @@ def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting_files, "LOOK_SECONDS", 0.0)
         assert "base.safetensors" in run("base", "bose")[2].partition("fix:")[2]
+
+
+@pytest.mark.parametrize(("words", "right"), [
+    ("flux", "name an adapter; its folder has of_flux.safetensors; write lora-merge flux of_flux.safetensors:0.8"),
+    ("flux --dtype bf16", "name an adapter; its folder has of_flux.safetensors; write lora-merge flux of_flux.safetensors:0.8 --dtype bf16"),
+    ("of_flux", "name the base first: lora-merge flux.safetensors of_flux"),
+    ("of_flux.safetensors lora", "name the base first; or combine the adapters: lora-merge combine of_flux.safetensors lora -o both.safetensors"),
+    ("batch flux.safetensors", "one merge needs no file: lora-merge flux.safetensors of_flux.safetensors:0.8"),
+    ("batch of_flux.safetensors", "one merge needs no file: lora-merge flux.safetensors of_flux.safetensors"),
+    ("flux qqq", "check the path; its folder has of_flux.safetensors"),
+    ("flux of_flux qqq.safetensors", "if it is the output, write -o qqq.safetensors; else check the path; its folder has of_flux.safetensors"),
+    ("qqq.safetensors of_flux", "check the path; its folder has flux.safetensors"), ("flux lorx", "check the path; its folder has of_flux.safetensors"),
+    ("vae", "load it at generation time: a merge does not replace the VAE of a checkpoint"),
+    ("merge", "lora-merge base.safetensors lora.safetensors:0.8; see lora-merge help merge"),
+    ("alone/other", "name an adapter; its folder has no adapter that fits"),
+    ("alone/other qqq", "check the path; its folder has no adapter that fits"),
+    ("batch alone/other.safetensors", "one merge needs no file"),
+])  # fmt: skip
+def test_files_of_a_fix_fit_each_other(run: Run, words: str, right: str) -> None:
+    """By their headers; without such a file none is named, and no place for one."""
+    save(flux(), Path("flux.safetensors"))
+    save(of_flux(), Path("of_flux.safetensors"))
+    save(
+        {"encoder.conv_in.weight": rand(8, 3, 3, 3), "decoder.conv_in.weight": rand(8, 4, 3, 3)},
+        Path("vae.safetensors"),
+    )
+    Path("alone").mkdir()
+    save(
+        {name: rand(*t.shape[:-1], t.shape[-1] + 1) for name, t in sd1_sample().items()},
+        Path("alone/other.safetensors"),
+    )
+    assert right in run(*words.split())[2]
 
 
 def test_each_of_two_ways_of_a_fix_is_a_line(run: Run) -> None:

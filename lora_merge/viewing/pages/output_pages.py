@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...facts import line, strengths
+from ...facts import line, strengths, times
 from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
 from ...text import listed, plural
@@ -276,7 +276,7 @@ def _grid(jobs: Sequence[Values]) -> tuple[str, Sequence[Column], list[list[Any]
     cells: dict[str, dict[str, Values]] = {}
     for job in jobs:
         if len(adapters := job.get("adapters") or []) == 1:
-            row, strength = cells.setdefault(adapters[0]["name"], {}), f"{adapters[0]['strength']:g}×"
+            row, strength = cells.setdefault(adapters[0]["name"], {}), f"{times(adapters[0]['strength'])}×"
             if strength in row:  # on two bases, with two dtypes
                 return "", (), []
             row[strength] = job
@@ -339,7 +339,7 @@ def _job(job: Values) -> list[Any]:
     written = job["status"] in DONE
     output = {"text": path.name, "href": path.absolute().as_uri()} if written else path.name
     adapters = ", ".join(f"{name} {_times(c)}".strip() for name, c in report.get("coverage", {}).items())
-    adapters = adapters or ", ".join(f"{a['name']} {a['strength']:g}×" for a in job.get("adapters") or ())
+    adapters = adapters or ", ".join(f"{a['name']} {times(a['strength'])}×" for a in job.get("adapters") or ())
     why = f"{job['status']}: {job['error']['what']}" if job.get("error") else job["status"]
     return [job["number"], output, why, adapters, report.get("written"), job.get("seconds") or None,
             every.get("ratio"), every.get("retained")]  # fmt: skip
@@ -348,5 +348,7 @@ def _job(job: Values) -> list[Any]:
 def _times(adapter: Values) -> str:
     """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
     if "strengths" not in adapter:
-        return f"{adapter['strength']:g}×" if "strength" in adapter else ""
-    return " ".join(f"{s}×" for s in dict.fromkeys(s for counts in adapter["strengths"].values() for s in counts))
+        return f"{times(adapter['strength'])}×" if "strength" in adapter else ""
+    return " ".join(
+        f"{times(s)}×" for s in dict.fromkeys(s for counts in adapter["strengths"].values() for s in counts)
+    )
