@@ -208,7 +208,7 @@ def unmerge(
             file.protect([expand(path)], [output_path(output or path)])
         merged = merge_and_report(planned, file, report_options)
     if merged is not None:
-        pictures.write(lambda: pictured(*merged))
+        pictures.write(lambda: {**pictured(*merged), "command": command.name})
 
 
 @with_options()

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
 
-from ..adapters.modules import AdapterFile, group, looks_like_adapter
+from ..adapters.modules import AdapterFile, group, is_adapter
 from ..adapters.tensor_values import FileValues
 from ..disk.files import unreadable
 from ..disk.reader import Reader
@@ -117,7 +117,7 @@ def _opened(path: Path, *, adapter: bool) -> _Input:
     """Return a file as what it is; MergeError for one that is neither a model nor an adapter. `adapter`: as of
     `open_checkpoint`."""
     index = open_checkpoint(path, adapter=adapter)
-    if "peft_type" in index.config or looks_like_adapter(index):
+    if is_adapter(index):
         return _Input(index, adapter=group(index))
     if what := foreign(index.tensors):
         raise InputError(f"this file is {what}", str(path), "name a model")

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from ...command import MERGE
 from ...facts import line, strengths, times
 from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
@@ -42,10 +43,14 @@ BLOCK_METRICS: Final = tuple(m for m in LAYER_METRICS if m.key in ("ratio", "nor
 
 
 def merge_page(facts: Values) -> dict[str, Any]:
-    """Return the content of the page of a merge."""
-    page = PageContent("Merge", Path(facts["output"]).name)
+    """Return the content of the page of a merge, or of one that is taken back."""
+    from ...recipes.commands import COMMANDS
+
+    command = facts.get("command", MERGE)
+    page = PageContent(command.capitalize(), Path(facts["output"]).name)
     page.summary(merge_rows(facts, verbose=True))
-    page.verdict(*_merged(facts, page.data["warnings"]))
+    level, text = _merged(facts, page.data["warnings"])
+    page.verdict(level, f"{COMMANDS[command].done.capitalize()}{text}")
     for word in trigger_words(facts["coverage"]):
         page.chip("trigger words", word)
     _adapters(page, facts)
@@ -61,22 +66,23 @@ def merge_page(facts: Values) -> dict[str, Any]:
     )
     page.data["stages"] = _stages(facts)
     _commands(page, facts, "--full")
-    page.command("Take the adapters out of it, if the base is lost:", "lora-merge", "unmerge", facts["output"],
-                 "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
+    if command == MERGE:
+        page.command("Take the adapters out of it, if the base is lost:", "lora-merge", "unmerge", facts["output"],
+                     "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
     page.recipe(facts.get("recipe"))
     return page.data
 
 
 def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
-    """Return the verdict about a merge: its level, and the sentence."""
+    """Return the verdict about a merge: its level, and the sentence after "Merged"."""
     if warnings:
-        return "warning", f"Merged, but: {warnings[0]}"
+        return "warning", f", but: {warnings[0]}"
     changed = f"{facts['changed']} of {facts['tensors']} tensors changed"
     if not facts["verified"]:
-        return "warning", f"Merged, and not verified: {changed}."
+        return "warning", f", and not verified: {changed}."
     known = [row["share"] for row in facts["survival"] if row["share"] is not None]
     survives = f"; {judged(least, 'the change')} survives" if (least := worst(known)) is not None else ""
-    return "good", f"Merged and verified: {changed}{survives}."
+    return "good", f" and verified: {changed}{survives}."
 
 
 def _adapters(page: PageContent, facts: Values) -> None:
