@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..adapters.modules import is_adapter
 from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, percent, share_of, table
@@ -15,10 +16,11 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..planning.recipe import KEY, parsed
 from ..progress import Progress, counted, unwatched
-from ..text import by_reason, is_finite, listed, plural, size
+from ..text import by_reason, is_finite, json_text, listed, plural, size
+from .base import FORMER
 from .compare_verdict import adapter_verdict, model_verdict, signed
-from .inspect import is_adapter
 from .json_schemas import schema
+from .text import as_typed
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
@@ -177,22 +179,32 @@ def _precision(index: Index, name: str) -> tuple[bool, float]:
 
 
 def _merge(index: Index, base: Index) -> list[str]:
-    """Return the adapters that were merged into a base to get a model, with their strengths, by the model's recipe; []
-    if its recipe does not name this base."""
-    recipe = parsed(index.metadata.get(KEY, "")) or {}
-    named, adapters = recipe.get("base"), recipe.get("adapters")
-    if not isinstance(named, Mapping) or not isinstance(adapters, list):
-        return []
-    files = named.get("files") if isinstance(named.get("files"), list) else []
-    stated = {(f.get("name"), f.get("size")) for f in files or [] if isinstance(f, Mapping)}
+    """Return the adapters that were merged into a base to get a model, in one merge or in several, each with the sum of
+    its strengths: 0 for one that was taken out again. By the model's recipes; [] if none of them names this base."""
+    recipe, strengths = parsed(index.metadata.get(KEY, "")), dict[str, tuple[str, str, float]]()
+    for _ in range(FORMER):
+        named, adapters = (recipe or {}).get("base"), (recipe or {}).get("adapters")
+        if not isinstance(named, Mapping) or not isinstance(adapters, list):
+            return []
+        for ref in (a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))):
+            key, parts = json_text([ref.get("files"), ref.get("parts")]), as_typed(ref.get("parts"))
+            name, _, before = strengths.get(key, (ref.get("name"), parts, 0.0))
+            strengths[key] = name, parts, before + ref["strength"]
+        if _is_of(base, named.get("files")):
+            return [f"{name}:{round(strength, 9):g}{parts}" for name, parts, strength in strengths.values()]
+        recipe = named.get("recipe") if isinstance(named.get("recipe"), dict) else None
+    return []
+
+
+def _is_of(base: Index, files: object) -> bool:
+    """Return whether a checkpoint has the files that a recipe states, by name and size."""
+    stated = (
+        {(f.get("name"), f.get("size")) for f in files if isinstance(f, Mapping)} if isinstance(files, list) else {}
+    )
     folder = base.path.is_dir()
-    present = {
+    return stated == {
         (f.relative_to(base.path).as_posix() if folder else f.name, base.headers[f].state.size) for f in base.files
     }
-    if stated != present:
-        return []
-    refs = [a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))]
-    return [f"{a.get('name')}:{a['strength']:g}" for a in refs]
 
 
 def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:

@@ -307,7 +307,7 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
     share = f"{100 * max(0.0, above):.4g} %"
     text = f"both checkpoints are 16-bit: {share} of the difference is a change, the rest rounding noise"
-    return [Note(text)] * bool(known)
+    return [Note(text)] * (bool(known) and share != "100 %")
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:

@@ -220,11 +220,10 @@ def files_page(files: Sequence[Values]) -> dict[str, Any]:
         bad = max(levels, key=LEVELS.index)
         page.verdict(bad, f"{count}: {'all are sound' if bad == 'good' else 'some have warnings'}.")
         titles, *lines = table_of_files(files)
-        columns: list[Column] = [{"title": t, **({"unit": "B"} if t == SIZE_TITLE else {})} for t in titles]
-        rows = [
-            [facts["bytes"] if title == SIZE_TITLE else cell for title, cell in zip(titles, row, strict=True)]
-            for facts, row in zip(files, lines, strict=True)
-        ]
+        filled = [n for n in range(len(titles)) if any(row[n] for row in lines)]
+        columns: list[Column] = [{"title": titles[n], "unit": "B" * (titles[n] == SIZE_TITLE)} for n in filled]
+        sized = zip(files, lines, strict=True)
+        rows = [[f["bytes"] if titles[n] == SIZE_TITLE else row[n] for n in filled] for f, row in sized]
         page.table("Files", columns, rows, first=True, marks=["" if level == "good" else level for level in levels])
         parts = [(name_of(facts), file_page(facts)) for facts in files]
     for name, single in parts:
