@@ -1,6 +1,6 @@
 """The files of a folder that fit those of a command, which an error names in place of one that is missing.
 
-Only headers are read, as a merge matches them, for a second at most.
+Only headers are read, as a merge matches them, for a moment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..paths import exists, is_folder
 from ..safe_regex import Steps
 from .recipe import KEY
 
-LOOK_SECONDS: Final = 1.0
+LOOK_SECONDS: Final = 1.5
 MOST_FILES: Final = 200  # whose headers are read
 MOST_NAMED: Final = 5
 SAMPLE: Final = 4  # modules of an adapter that are matched before all of them
@@ -142,8 +142,8 @@ def _matches(file: AdapterFile, base: Index, lookup: Names) -> bool:
     with Reader([file.index]) as reader:
         context = adapter_context(0, file, FileValues(reader), base, lookup, {})
         strengths = Strengths(Adapter(file.index.path), lookup, Steps())
-        match = match_adapter(context, KnownBase.of(base, lookup), strengths, "error")
-    return bool(match.modules or match.replaced)
+        match = match_adapter(context, KnownBase.of(base, lookup), strengths, "skip")
+    return bool(match.modules) and not match.unmatched
 
 
 def _are_alike(one: _Input, other: _Input) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -181,19 +181,27 @@ def _precision(index: Index, name: str) -> tuple[bool, float]:
 def _merge(index: Index, base: Index) -> list[str]:
     """Return the adapters that were merged into a base to get a model, in one merge or in several, each with the sum of
     its strengths: 0 for one that was taken out again. By the model's recipes; [] if none of them names this base."""
-    recipe, strengths = parsed(index.metadata.get(KEY, "")), dict[str, tuple[str, str, float]]()
+    recipe, refs = parsed(index.metadata.get(KEY, "")), list[Mapping[str, Any]]()
     for _ in range(FORMER):
         named, adapters = (recipe or {}).get("base"), (recipe or {}).get("adapters")
         if not isinstance(named, Mapping) or not isinstance(adapters, list):
             return []
-        for ref in (a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))):
-            key, parts = json_text([ref.get("files"), ref.get("parts")]), as_typed(ref.get("parts"))
-            name, _, before = strengths.get(key, (ref.get("name"), parts, 0.0))
-            strengths[key] = name, parts, before + ref["strength"]
+        refs[:0] = [a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))]
         if _is_of(base, named.get("files")):
-            return [f"{name}:{round(strength, 9):g}{parts}" for name, parts, strength in strengths.values()]
+            return [*_sums(refs)]
         recipe = named.get("recipe") if isinstance(named.get("recipe"), dict) else None
     return []
+
+
+def _sums(refs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the adapters of recipes, each with the sum of its strengths, as they are typed."""
+    strengths: dict[str, tuple[str, float]] = {}
+    for ref in refs:
+        content = json_text([ref.get("files"), ref.get("parts")])
+        name, strength = strengths.get(content, (str(ref.get("name")), 0.0))
+        strengths[content] = name, strength + ref["strength"]
+    parts = {json_text([ref.get("files"), ref.get("parts")]): as_typed(ref.get("parts")) for ref in refs}
+    yield from (f"{name}:{round(strength, 9):g}{parts[key]}" for key, (name, strength) in strengths.items())
 
 
 def _is_of(base: Index, files: object) -> bool:
