@@ -136,7 +136,8 @@ def counts_by_kind(counts: Mapping[str, Any]) -> str:
 
 def times(strength: float | str, spec: str = "g") -> str:
     """Return a strength in words, with a minus sign: "0.8", "−0.5"."""
-    return (strength if isinstance(strength, str) else f"{strength:{spec}}").replace("-", "−")
+    text = strength if isinstance(strength, str) else f"{strength:{spec}}"
+    return f"−{text[1:]}" if text.startswith("-") else text
 
 
 def strengths(parts: Mapping[str, Mapping[Any, int]]) -> str:

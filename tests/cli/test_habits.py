@@ -162,7 +162,7 @@ def test_no_command_is_invented(run: Run, words: str) -> None:
     ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
     ("base lora --rank 16", "the rank is that of the adapter; another one: lora-merge resize lora --rank 16"),
-    ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength after each file: ADAPTER:0.8"),
+    ("base lora -o=x", "write -o x"), ("base lora:0.5 --scale 0.8", "leave it out, and multiply each strength by it: lora.safetensors:0.4"),
     ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
     ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "write lora-merge resize lora --rank 4"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
