@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from typing import Any, Final
 from ..adapters.modules import AdapterFile, group, looks_like_adapter
 from ..adapters.wrapped_model import detached
 from ..disk.files import FileState
-from ..errors import AdapterAsBase, NoAdapter
+from ..errors import AdapterAsBase, MergeError, NoAdapter
 from ..files.checkpoint import Index, adapter_config, open_checkpoint
 from ..files.file_signatures import in_folder, instead
 from ..models.names import Names, names
@@ -66,8 +67,9 @@ class CheckpointCache:
 
     def _no_adapter(self, path: Path) -> NoAdapter:
         """Return the error for a model that is named alone: with adapters that fit it, or what it is instead."""
-        fitting, what = Fitting([path], adapter=True), self.names(path).what
-        named = in_folder(path.parent, fitting)
+        fitting, what, named = Fitting([path], adapter=True), self.names(path).what, ""
+        with suppress(MergeError):  # of a folder that cannot be listed
+            named = in_folder(path.parent, fitting)
         if not fitting.chosen and what.startswith(("a ", "an ")):
             return NoAdapter(f"no adapter is named, and the file is {what}", str(path), instead(what))
         fix = "; ".join(filter(None, ("name an adapter", named)))

@@ -36,7 +36,7 @@ SAMPLE: Final = 4  # modules of an adapter that are matched before all of them
 class _Input(NamedTuple):
     """An opened file: a model with the names of its weights, or an adapter as modules."""
 
-    index: Index
+    header: Index
     names: Names | None = None
     adapter: AdapterFile | None = None
 
@@ -80,7 +80,7 @@ class Fitting(Choice):
             one = _opened(file, adapter=self._adapter)
         except MergeError:
             return False
-        is_new = all(other.index.path != file for other in self._partners)
+        is_new = all(other.header.path != file for other in self._partners)
         return (one.adapter is not None) is self._adapter and is_new and all(_fit(one, p) for p in self._partners)
 
 
@@ -133,7 +133,7 @@ def _fit(one: _Input, other: _Input) -> bool:
         return True
     few = replace(file, modules=file.modules[:: len(file.modules) // SAMPLE + 1], strange=())
     try:
-        return all(_matches(adapter, model.index, model.names) for adapter in (few, file))
+        return all(_matches(adapter, model.header, model.names) for adapter in (few, file))
     except MergeError:
         return False
 
@@ -148,7 +148,7 @@ def _matches(file: AdapterFile, base: Index, lookup: Names) -> bool:
 
 def _are_alike(one: _Input, other: _Input) -> bool:
     """Return whether two models have one architecture and the same shapes, so that their difference is a change."""
-    first, second = one.index.tensors, other.index.tensors
+    first, second = one.header.tensors, other.header.tensors
     both = first.keys() & second.keys()
     return (
         one.names is not None
