@@ -13,7 +13,9 @@ from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, percent, share_of, table
 from ..files.checkpoint import Index, open_checkpoint
+from ..paths import exists
 from ..planning.downloads import Announce, downloaded_paths, downloads
+from ..planning.fitting_files import missing_input
 from ..planning.recipe import KEY, parsed
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, is_finite, json_text, listed, plural, size
@@ -47,6 +49,9 @@ def compare(  # noqa: PLR0913  # two for pages and progress
     `base`: for two adapters that spell the names of modules in other words, or whose formulas read the weights.
     `pictures`: with spectra and histograms, which pages show.
     """
+    for path, other in ((a, b), (b, a)):
+        if not exists(path) and exists(other):
+            raise missing_input(path, adapter=is_adapter(open_checkpoint(other)), partners=[other])
     first, second = open_checkpoint(a), open_checkpoint(b)
     kinds = [is_adapter(index) for index in (first, second)]
     if kinds[0] != kinds[1]:

@@ -704,7 +704,10 @@ def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
     ("batch flux.safetensors", "one merge needs no file: lora-merge flux.safetensors of_flux.safetensors:0.8"),
     ("batch of_flux.safetensors", "one merge needs no file: lora-merge flux.safetensors of_flux.safetensors"),
     ("flux qqq", "check the path; its folder has of_flux.safetensors"),
-    ("flux of_flux qqq.safetensors", "if it is the output, write -o qqq.safetensors; else check the path; its folder has of_flux.safetensors"),
+    ("flux of_flux qqq.safetensors", "if it is the output, write -o qqq.safetensors; else check the path; its folder has of_flux.safetensors; "
+     "write lora-merge flux of_flux -o qqq.safetensors"),
+    ("compare flux qqq", "check the path; its folder has no model that fits"), ("compare lora qqq", "check the path; its folder has of_flux.safetensors"),
+    ("extract flux qqq -o y", "check the path; its folder has no model that fits"),
     ("qqq.safetensors of_flux", "check the path; its folder has flux.safetensors"), ("flux lorx", "check the path; its folder has of_flux.safetensors"),
     ("vae", "load it at generation time: a merge does not replace the VAE of a checkpoint"),
     ("merge", "lora-merge base.safetensors lora.safetensors:0.8; see lora-merge help merge"),

@@ -155,7 +155,7 @@ def _base(job: AdapterJob) -> Path:
 def _model(job: AdapterJob, path: Path, cache: CheckpointCache) -> tuple[Index, Names]:
     """Return one of the two checkpoints; InputError for an adapter, whose change needs no extraction."""
     try:
-        return cache.base(path, job.inputs.map)
+        return cache.base(path, job.inputs.map, partners=[p for p in (_base(job), job.adapters[0].path) if p != path])
     except AdapterAsBase as e:
         fix = f"merge it first: `lora-merge BASE {typed([str(path)])}`"
         raise InputError("extract takes two checkpoints, and this is an adapter", e.where, fix) from e
