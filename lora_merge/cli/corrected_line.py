@@ -30,12 +30,6 @@ def line(words: Sequence[str]) -> str:
     return typed(["lora-merge", *words])
 
 
-def with_words(right: Mapping[str, str], *more: str) -> str:
-    """Return the user's own line with words in place of others, and more at its end."""
-    words = without_global_options(sys.argv[1:], checked=False)
-    return line([*(right.get(word, word) for word in words), *more])
-
-
 def flags(parameters: Sequence[Any]) -> dict[str, bool]:
     """Return option → whether it has no value, from the parameters of a command."""
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
@@ -100,7 +94,7 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain}
     files = {path: with_found_ending(path) for path in paths.values()}
     paths = {word: path for word, path in paths.items() if exists(files[path])}
-    adapters = [word for word, path in paths.items() if _is_adapter(path)]
+    adapters = [word for word, path in paths.items() if is_adapter(path)]
     models = [path for word, path in paths.items() if word not in adapters]
     by_user = {str(expand(files[path])): path for path in paths.values()}
 
@@ -182,7 +176,7 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     """Return the fix for a merge whose first word is an adapter: the model first, or `combine`."""
     plain, options = split_words(words, known[MERGE])
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain[1:]}
-    models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not _is_adapter(path)]
+    models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not is_adapter(path)]
     if models:
         first, *rest = [word for word in plain if word != models[0]]
         strength = models[0].removeprefix(paths[models[0]])  # a base has none: the adapter's is meant
@@ -211,10 +205,11 @@ def _are_alike(one: str, other: str) -> bool:
 def _is_adapter_file(word: str) -> bool:
     """Return whether a word is an adapter's file with a strength."""
     path = split_strength(word)[0]
-    return exists(with_found_ending(path)) and _is_adapter(path)
+    return exists(with_found_ending(path)) and is_adapter(path)
 
 
-def _is_adapter(word: str) -> bool:
+def is_adapter(word: str) -> bool:
+    """Return whether a word names an adapter, or a file that cannot be read."""
     from ..adapters.modules import looks_like_adapter
     from ..files.checkpoint import open_checkpoint
 

@@ -20,8 +20,8 @@ from ..errors import UsageError
 from ..options import OPTIONS
 from ..paths import exists
 from ..recipes.commands import COMMANDS
-from .compat import FOREIGN_OPTIONS, advice_on
 from .corrected_line import flags, line, split_words
+from .foreign_options import advice_on, meaning_of, right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"
@@ -222,7 +222,8 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
         stated = [word for word in words[1:] if right_form(word) and not exists(word)][-1:]  # resize FILE 16
-        others = [word for word in words if word not in stated]
+        others, row = [word for word in words if word not in stated], COMMANDS[command].options[flag[2:]]
+        stated = [right_value(row, word) or value for word in stated]  # --rank
         return f"write {line([*others, flag, *(stated or [value])])}; "
     if value and words[-1:] == [flag]:
         return f"write {line([*words, value])}; "
@@ -253,8 +254,8 @@ def _advice(name: str, context: Any) -> tuple[list[str], str]:
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
     near = _alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
-    other = [advice for option in _alike(plain, FOREIGN_OPTIONS) if (advice := advice_on(option, known))]
-    return near, f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
+    other = advice_on(meaning, known) if (meaning := meaning_of(plain, near=True)) else ""
+    return near, f"did you mean {' or '.join(near)}? " if near else f"{other}; " if other else ""
 
 
 def _in_file(flag: str) -> str:

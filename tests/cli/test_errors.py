@@ -135,7 +135,8 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors loras", 3, "several checkpoints", "or, if all are adapters, write "),
     ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
     ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
-    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
+    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios",
+     "such as lora-merge base.safetensors lora.safetensors:0.8 loras/a.safetensors:0.8 -o o"),
 ])  # fmt: skip
 def test_errors_name_the_mistake_and_the_fix(run: Run, words: str, code: int, what: str, fix: str) -> None:
     found, text = run(*words.split())
