@@ -75,12 +75,15 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     else:
         parameters = commands[command].params
         right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
-        if change := _change(error.fix, parameters, first=not right):
-            right.append(_with_options(words, change, parameters))
+        changes = _changes(error.fix, parameters, first=not right)
+        right += [_with_options(words, change, parameters) for change in changes]
         right = [new for new in right if new != words and not _names_twice(new, words)]
         lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
-        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {'; or '.join(reversed(lines.values()))}"
-        fix = fix if lines else _filled(error.fix, rest, parameters)
+        fix = f"write {('; then ' if len(changes) > 1 else '; or ').join(reversed(lines.values()))}"
+        if not lines:
+            fix = _filled(error.fix, rest, parameters)
+        elif len(changes) < 2 and not _says_as_much(right[0], error.fix):
+            fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} {fix}"
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
         error.reword(lambda text: fix if text == error.fix.written else text)
 
@@ -111,15 +114,27 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
     return "; ".join(way for way in ways if not (way.startswith("to ") and any(map(PLACE.search, CODE.findall(way)))))
 
 
-def _change(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
-    """Return the options of a command with which its line is right, each with its value ("" for a switch). `first`:
-    only if that is the first way of a fix; a switch, such as --overwrite, may also be another one."""
+def _says_as_much(words: Sequence[str], fix: str) -> bool:
+    """Return whether a line has all words of a fix, such as "use bf16", so that the line alone is enough."""
+    verb, *rest = fix.removeprefix("name it ").split() if fix.startswith("name it ") else fix.split()
+    stated = {part for word in words for part in (word, *word.split("=", 1))}
+    return fix.startswith(("use ", "write ", "name it ")) and {verb, *rest} - {"use", "write"} <= stated
+
+
+def _changes(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[list[tuple[str, str]]]:
+    """Return the options of a command with which its line is right, each with its value ("" for a switch): those of the
+    first way, or of each step of a fix with "then". `first`: only if that is the first way of a fix; a switch, such
+    as --overwrite, may also be another one."""
     before, *pieces = CODE.split(fix.written)
-    words = words_of(pieces[0]) if pieces else []
-    known, change = flags(parameters), [*zip(words[::2], words[1::2], strict=False)]
-    if len(words) == 1 and known.get(words[0]):
-        return [(words[0], "")]
-    return change if not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change) else []
+    known, changes = flags(parameters), list[list[tuple[str, str]]]()
+    for piece in pieces[::2] if ", then " in pieces[1::2] else pieces[:1]:
+        words = words_of(piece)
+        change = [*zip(words[::2], words[1::2], strict=False)]
+        if len(words) == 1 and known.get(words[0]):
+            changes.append([(words[0], "")])
+        elif change and not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change):
+            changes.append(change)
+    return changes
 
 
 def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], parameters: Sequence[Any]) -> list[str]:

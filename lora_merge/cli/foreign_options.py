@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -18,17 +19,18 @@ from ..adapter_arguments import right_form
 from ..addresses import split
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
+from ..merge_methods import SUM
 from ..option_texts import value_of
-from ..options import Option, checked_value
-from ..paths import exists, split_strength, with_found_ending
+from ..options import SWITCHED, Option, checked_value
+from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded
-from .compat import check_dashes
+from .compat import FOREIGN_COMMANDS, check_dashes
 from .corrected_line import flags, is_adapter, line
 
 BASE, MODEL, TUNED, ADAPTERS = "BASE", "MODEL", "TUNED", "ADAPTERS"
-"""Roles of files. MODEL is the base, or another model if the line has an option for the base too."""
+"""Roles of files. MODEL is the base, the tuned model if the line has another base, or an adapter if the file is one."""
 
 STRENGTHS, STRENGTH = "STRENGTHS", "STRENGTH"
 """Roles of numbers: all that follow the option, as in other programs; or one, as here."""
@@ -38,6 +40,9 @@ PRECISION, ALPHA, ONLY, RULE, SHARE = "PRECISION", "ALPHA", "ONLY", "RULE", "SHA
 
 LEFT_OUT: Final = "LEFT_OUT"
 """The role of a value, if there is one, with nothing to do here."""
+
+SWITCH: Final = "SWITCH"
+"""The role of "true" or "false" after an option that has no value here."""
 
 SEVERAL: Final = (ADAPTERS, STRENGTHS)
 """Roles with several words after the option."""
@@ -86,14 +91,14 @@ _RANK: Final = "use `--rank N`, or a rule such as `--rank energy:0.9`"
 
 _MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
     # Files.
-    (_names("base base-model sd-model pretrained pretrained-model ckpt checkpoint unet-name", _FILE),
-     Foreign(THE_BASE, ("--base {}", BASE))),
-    ([*_names("model", _FILE), "-m"], Foreign(THE_BASE, (MODEL,))),
+    (["--adapter-name"], _leave("not needed here")),  # a label in PEFT
+    (_names("base base-model sd-model pretrained pretrained-model", _FILE), Foreign(THE_BASE, ("--base {}", BASE))),
+    ([*_names("model ckpt checkpoint unet-name", _FILE), "-m"], Foreign(THE_BASE, (MODEL,))),
     (_names("model-org original-model"), Foreign(_BEFORE, (BASE,))),
     (_names("model-tuned tuned-model finetuned-model fine-tuned-model trained-model"), Foreign(_AFTER, (TUNED,))),
     ([*_names("lora loras lora-model lora-adapter adapter adapters adapter-model peft peft-model", _FILE),
-      *_names("models lora-paths lora-names network-weights")], Foreign(ADAPTER_ORDER, (ADAPTERS,))),
-    ([*_joined("save output out export", "to as path dir file name folder directory model model-path"),
+      *_names("models lora-paths lora-names network-weights")], Foreign(ADAPTER_ORDER, ("--adapter {}", ADAPTERS))),
+    ([*_joined("save output out export dump", "to as path dir file name folder directory model model-path"),
       *_names("out outfile outdir export name target-model-path merged-model-path filename-prefix")],
      Foreign("use `-o FILE`", ("-o {}",))),
     # Strengths.
@@ -131,6 +136,8 @@ _MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
     (_names("lora-alpha network-alpha"), LORA_ALPHA),
     (_names("combination-type merge-method merge-type"),
      Foreign("use --method, such as `--method ties`", ("--method {}",))),
+    (_names("format to output-format target-format"),
+     Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
     (["--majority-sign-method"], Foreign("use `--elect sum` or count", ("--elect {}",))),
     # Others.
     (["--metadata-title"], Foreign("use `--title TEXT`", ("--title {}",))),
@@ -143,7 +150,7 @@ _MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
     ([*_names("parallel jobs"), "-j"], Foreign("use `--workers N`", ("--workers {}",))),
     (["--config"], Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", ())),
     # Nothing to do.
-    ([*_names("threads num-threads n-threads num-workers"), "-t"], _leave("all cores are used")),
+    (_names("threads num-threads n-threads num-workers"), _leave("all cores are used")),
     (_names("low-vram lowvram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload"),
      _leave("memory is limited in any case")),
     (_names("max-shard-size out-shard-size export-size"), _leave("shards are those of the base")),
@@ -183,6 +190,8 @@ HIGHEST_STRENGTH: Final = 2.0
 
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
+LINEAR: Final = (SUM, "compose")
+"""The methods without a factor for the combined change."""
 
 
 def meaning_of(name: str, *, near: bool = False) -> Foreign | None:
@@ -210,13 +219,8 @@ class Setting(NamedTuple):
     """An option of ours with its value, or the role of a file with the file."""
 
     typed: str
-    """The option as the user has it."""
+    """The option and its value as the user has them."""
     words: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The option as it is typed, with its value."""
-        return " ".join((self.typed, *self.words[1:]))
 
 
 class NotClear(Exception):
@@ -240,6 +244,8 @@ class Reading:
     """Strengths as they are typed."""
     strays: list[str] = field(default_factory=list)
     """The strengths without an option."""
+    followed: list[str] = field(default_factory=list)
+    """The files with a strength after them."""
     of_rank: dict[str, str] = field(default_factory=dict)
     """RULE and SHARE → value."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -256,20 +262,23 @@ class Reading:
                 typed, reason = self.left_out.pop()
                 self.left_out.append((f"{typed} {word}", reason))
                 form = ""
-            elif form in ("", LEFT_OUT, *SEVERAL):
+            elif form == SWITCH and word.lower() in SWITCHED:
+                self.settings = self.settings if SWITCHED[word.lower()] else self.settings[:-1]
+                form = ""
+            elif form in ("", LEFT_OUT, SWITCH, *SEVERAL):
                 self._take_word(word, form)
-                form = "" if form == LEFT_OUT else form
+                form = "" if form in (LEFT_OUT, SWITCH) else form
             else:
                 form = self._take_value(option, form, word)
         self._expect_value(option, form)
         return self
 
     def _expect_value(self, option: str, form: str) -> None:
-        if form not in ("", LEFT_OUT, *SEVERAL):
+        if form not in ("", LEFT_OUT, SWITCH, *SEVERAL):
             raise NotClear(option)
 
     def _form(self, option: str) -> str:
-        """Return the form of an option with a value after it; "" for one without, which is taken at once."""
+        """Return the form of an option with a value after it; SWITCH for one without, which is taken at once."""
         name = _hyphened(option)
         if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
             return STRENGTH
@@ -286,13 +295,15 @@ class Reading:
         if "{}" in form or not form.startswith("-"):
             return form
         self.settings.append(Setting(option, tuple(form.split())))
-        return ""
+        return SWITCH
 
     def _take_word(self, word: str, form: str) -> None:
         """Take a word after an option that may have several, or after none."""
         if _numbers_in(word) and not exists(word):
+            files = [*self.plain[-1:], *self.adapters[-1:]] if form != STRENGTHS else []
             self.numbers.append(word)
             self.strays += [word] * (form != STRENGTHS)
+            self.followed += files[-1:]
         elif (form == STRENGTHS and not _names_file(word)) or word.endswith((".yaml", ".yml")):
             raise NotClear(word)
         else:
@@ -300,6 +311,7 @@ class Reading:
 
     def _take_value(self, option: str, form: str, value: str) -> str:
         """Take the value of an option; return the role of the next word."""
+        typed = f"{option} {value}"
         if form == ALPHA:
             number = right_form(value)
             form = STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
@@ -311,11 +323,15 @@ class Reading:
         elif form == ONLY and value not in ONLY_PARTS:
             raise NotClear(value)
         elif form == ONLY:
-            self.settings.append(Setting(option, ("--strength-for", ONLY_PARTS[value])))
+            self.settings.append(Setting(typed, ("--strength-for", ONLY_PARTS[value])))
         elif form.startswith("-") and _hyphened(option) not in self.known:
-            self.settings.append(Setting(option, self.words_for(form, value)))
+            self.settings.append(Setting(typed, self.words_for(form, value)))
+        elif form != MODEL or not self.command.merges:
+            self.settings.append(Setting(typed, (form.split()[0], value)))
+        elif _names_file(value) and is_adapter(value):
+            self.adapters.append(value)
         else:
-            self.settings.append(Setting(option, (form.split()[0], value)))
+            self.settings.append(Setting(typed, (BASE, value)))
         return ""
 
     def words_for(self, form: str, value: str) -> tuple[str, str]:
@@ -326,11 +342,11 @@ class Reading:
             template = "{}"
         elif template.endswith("={}") and "lbw" not in template:
             value = right_form(value)
-        row = self.command.options.get(name[2:].replace("-", "_"))
-        value = right_value(row, value) if row and value else value
-        if not value:
+        row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
+        text = right_value(row, text) if row and value else text
+        if not value or not text:
             raise NotClear(name)
-        return name, template.format(value)
+        return name, text
 
     def file(self, role: str) -> list[str]:
         """Return the file of a role in a list; [] if the line has none."""
@@ -355,24 +371,31 @@ def corrected(reading: Reading) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
     files, first = _files(reading)
     left_out, conflicts, numbers = [*reading.left_out], list[str](), reading.numbers
-    options = [word for setting in _settings(reading, left_out, conflicts) for word in setting.words]
+    settings = _settings(reading, left_out, conflicts)
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
     terms, weighted = [_Term.of(word) for word in expanded(files[first:])], "weights" in reading.command.options
     values = _values(numbers, terms)
     if values and not weighted and "strength" not in reading.command.options:
         raise NotClear(values[0])
-    if reading.strays and any(row.required and row.flag not in options for row in reading.command.options.values()):
-        raise NotClear(reading.strays[0])  # resize FILE 16
+    missing = {row.flag for row in reading.command.options.values() if row.required} - {s.words[0] for s in settings}
+    if reading.strays and missing:  # resize FILE 16
+        raise NotClear(reading.strays[0])
     bare = [term for term in terms if not term.strength]
     mistake = _mistake(reading, terms, len(values), weighted=weighted)
     free = terms if len(values) == len(terms) else bare
+    if len({*reading.followed}) == len(values) == len(numbers) < len(free):  # one 0.8 two
+        free = [term for term in terms if term.word in reading.followed]
     repeated = 0 < len(values) < len(free)
     left_out += [(value, "every adapter has a strength") for value in values[len(free) :]]
     for term, value in zip(free, [*values, *values[-1:] * len(free)], strict=False):
         if term.strength and float(term.strength) != float(value):
             conflicts.append(f"{term.path} has two strengths, {term.strength} and {value}")
         term.strength = value
-    # Step 2: they follow the adapters, or become --weights.
+    # Step 2: options become strengths, or are left out.
+    mistake = _scaled(settings, terms) or mistake
+    left_out += _stated_alphas(settings, terms)
+    options = [word for setting in settings for word in setting.words]
+    # Step 3: strengths follow the adapters, or become --weights.
     if weighted and values and repeated:
         raise NotClear(values[-1])
     if weighted and any(term.strength for term in terms):
@@ -380,6 +403,28 @@ def corrected(reading: Reading) -> Correction:
     paths = [with_found_ending(t.path) if weighted and t not in bare else t.path if weighted else t.word for t in terms]
     words = [*filter(None, [reading.command.typed]), *files[:first], *paths, *options]
     return Correction(words, left_out, conflicts, mistake, repeated)
+
+
+def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
+    """Take the factor of a sum out of the settings, as one of each strength; return what is wrong with it."""
+    by_name = {setting.words[0]: setting for setting in settings}
+    method = by_name["--method"].words[1] if "--method" in by_name else SUM
+    scale = right_form(by_name["--scale"].words[1]) if "--scale" in by_name else ""
+    if not scale or float(scale) == 1 or method not in LINEAR:
+        return ""
+    settings.remove(by_name["--scale"])
+    for term in terms:
+        term.strength = f"{float(term.strength or 1) * float(scale):g}"
+    return f"{method} has no scale"
+
+
+def _stated_alphas(settings: list[Setting], terms: Sequence[_Term]) -> list[tuple[str, str]]:
+    """Take an alpha of another program out of the settings if all files state theirs; return what is left out."""
+    alphas = [s for s in settings if s.words[0] == "--setting" and not s.typed.startswith("--setting")]
+    if not alphas or not all(_states_alpha(term.path) for term in terms):
+        return []
+    settings[:] = [setting for setting in settings if setting not in alphas]
+    return [(setting.typed, "the adapter states its alpha") for setting in alphas]
 
 
 def _mistake(reading: Reading, terms: Sequence[_Term], count: int, *, weighted: bool) -> str:
@@ -395,10 +440,21 @@ def _mistake(reading: Reading, terms: Sequence[_Term], count: int, *, weighted: 
     return few if count != len(terms) else "strengths are given twice"
 
 
+def _states_alpha(path: str) -> bool:
+    """Return whether an adapter states its alpha, as tensors, in its metadata or in its configuration."""
+    from ..files.checkpoint import open_checkpoint
+
+    try:
+        file = open_checkpoint(expand(with_found_ending(path)), adapter=True)
+    except MergeError:
+        return False
+    return any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
+
+
 def _files(reading: Reading) -> tuple[list[str], int]:
     """Return the files in the order of our commands, and the number of those that are no adapters."""
     command, base, tuned, model = reading.command, *(reading.file(role) for role in (BASE, TUNED, MODEL))
-    others = [*model, *reading.plain]
+    others = [*model, *(word for word in reading.plain if word not in reading.adapters)]
     first = 2 if command.inputs == "checkpoints" else int(command.merges)
     if first == 2:
         files = [*base, *tuned, *others] if base else [*others, *tuned]
@@ -410,7 +466,7 @@ def _files(reading: Reading) -> tuple[list[str], int]:
     swapped = first == 1 and base and not all(map(is_adapter, filter(_names_file, files[1:])))
     if not reading.required <= len(files) <= most or (tuned and first < 2) or swapped:
         raise NotClear(" ".join(files))
-    if command.merges and len({*files}) < len(files):  # a base is not its own adapter
+    if command.merges and files[0] in files[1:]:  # a base is not its own adapter
         raise NotClear(files[0])
     return files, first
 
@@ -426,7 +482,7 @@ def _settings(reading: Reading, left_out: list[tuple[str, str]], conflicts: list
         except NotClear:
             if name == "--dtype":
                 raise
-            left_out.append((setting.text, "sums are computed in fp32 or fp64"))
+            left_out.append((setting.typed, "sums are computed in fp32 or fp64"))
     # Step 2: a share with its rule is the rank, and a rank next to it is a limit.
     if reading.of_rank:
         rule = f"{FOREIGN_RULES.get(reading.of_rank.get(RULE, ''))}:{reading.of_rank.get(SHARE)}"
@@ -442,9 +498,9 @@ def _settings(reading: Reading, left_out: list[tuple[str, str]], conflicts: list
         several = parameter is not None and parameter.multiple
         place = (parameter.name if parameter else name, several and (value[0].rpartition("=")[0] or value[0]))
         before = by_place.get(place, setting)
-        foreign = [s for s in (before, setting) if _hyphened(s.typed) not in reading.known]
+        foreign = [s for s in (before, setting) if _hyphened(s.typed.split()[0]) not in reading.known]
         if before.words[1:] != setting.words[1:] and foreign:
-            conflicts.append(f"{before.text} and {setting.text} contradict each other")
+            conflicts.append(f"{before.typed} and {setting.typed} contradict each other")
         by_place[place] = setting
     kept = [s for s in by_place.values() if s.words[0] not in (BASE, TUNED, MODEL)]
     return sorted(kept, key=lambda s: s.words[0] not in ("-o", "--output"))
@@ -551,7 +607,20 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
         what = "; ".join(correction.conflicts)
     fix = _fix(correction, foreign) if correction else _advices(foreign, command, parameters)
     if what:
-        raise UsageError(what, " ".join(args)[:200], fix)
+        error = UsageError(what, " ".join(args)[:200], fix)
+        renamed = re.fullmatch("use (--[a-z-]+)", fix)
+        raise error.instead(foreign[0], renamed[1]) if renamed else error
+
+
+def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
+    """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`."""
+    named = [*takewhile(lambda word: word.endswith(".py") or not (word.startswith("-") or _names_file(word)), args)]
+    command = FOREIGN_COMMANDS.get(re.sub(r".*[\\/]|\.py$", "", named[-1]).replace("-", "_")) if named else None
+    options = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
+    if command in COMMANDS and any(_is_foreign(name, flags(commands[command].params), command) for name in options):
+        correction = corrected_line(command, args[len(named) :], commands)
+        if correction is not None:
+            raise UsageError("there is neither such a command nor such a file", " ".join(named), _fix(correction, ()))
 
 
 def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
@@ -585,5 +654,8 @@ def _advices(foreign: Sequence[str], command: str, parameters: Sequence[Any]) ->
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"
     usage = f"{THE_BASE}; {ADAPTER_ORDER}" if command == MERGE else usage
     meanings = [meaning_of(name) or Foreign(STRENGTH_FORMS, (STRENGTHS,)) for name in foreign]
+    ours = [form.split()[0] for m in meanings for form in m.forms if form.split()[0] in known]
+    if command not in COMMANDS and len(foreign) == len(ours) == 1:
+        return f"use {ours[0]}"
     advices = [usage if {BASE, MODEL, TUNED, ADAPTERS} & {*m.forms} else advice_on(m, known) for m in meanings]
     return "; ".join(filter(None, dict.fromkeys(advices))) or f"see `lora-merge help {command}`"

@@ -35,7 +35,7 @@ from .compat import (
     checked_output,
 )
 from .corrected_line import correct
-from .foreign_options import check_line
+from .foreign_options import check_foreign_command, check_line
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -89,6 +89,7 @@ class Commands(TyperGroup):
         word = next((a for a in args if a not in VALUELESS_OPTIONS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
+        check_foreign_command(args, self.commands)
         check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
 
     def list_commands(self, ctx: Any) -> list[str]:
