@@ -228,7 +228,7 @@ class NotClear(Exception):
 
 
 @dataclass
-class Reading:
+class TypedLine:
     """A command line by roles."""
 
     command: Command
@@ -251,7 +251,7 @@ class Reading:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Option as it is typed → reason."""
 
-    def take(self, args: Sequence[str]) -> Reading:
+    def take(self, args: Sequence[str]) -> TypedLine:
         """Return itself with the words of a line; NotClear for a word without a role."""
         option, form = "", ""
         for word in (part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])):
@@ -367,7 +367,7 @@ class Correction(NamedTuple):
     """Whether a strength stands for several adapters, which the user did not write."""
 
 
-def corrected(reading: Reading) -> Correction:
+def corrected(reading: TypedLine) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
     files, first = _files(reading)
     left_out, conflicts, numbers = [*reading.left_out], list[str](), reading.numbers
@@ -427,7 +427,7 @@ def _stated_alphas(settings: list[Setting], terms: Sequence[_Term]) -> list[tupl
     return [(setting.typed, "the adapter states its alpha") for setting in alphas]
 
 
-def _mistake(reading: Reading, terms: Sequence[_Term], count: int, *, weighted: bool) -> str:
+def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int, *, weighted: bool) -> str:
     """Return what is wrong with the strengths as they are typed; "" for nothing. `count`: of those by option."""
     stated = [term for term in terms if term.strength or term.parts]
     if reading.strays:
@@ -451,7 +451,7 @@ def _states_alpha(path: str) -> bool:
     return any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
 
 
-def _files(reading: Reading) -> tuple[list[str], int]:
+def _files(reading: TypedLine) -> tuple[list[str], int]:
     """Return the files in the order of our commands, and the number of those that are no adapters."""
     command, base, tuned, model = reading.command, *(reading.file(role) for role in (BASE, TUNED, MODEL))
     others = [*model, *(word for word in reading.plain if word not in reading.adapters)]
@@ -471,7 +471,7 @@ def _files(reading: Reading) -> tuple[list[str], int]:
     return files, first
 
 
-def _settings(reading: Reading, left_out: list[tuple[str, str]], conflicts: list[str]) -> list[Setting]:
+def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: list[str]) -> list[Setting]:
     """Return the options of ours, the output first; add what is left out, and what has two values."""
     settings, rule = [s for s in reading.settings if s.words[0] not in (PRECISION, BASE, TUNED, MODEL)], ""
     # Step 1: a precision is that of the computation if the line has another one for the output.
@@ -573,7 +573,7 @@ def corrected_line(command: str, args: Sequence[str], commands: Mapping[str, Any
     parameters = commands[command].params
     known = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
     required = sum(p.param_type_name == "argument" and p.required for p in parameters) + (command == MERGE)
-    reading = Reading(row, known, required)
+    reading = TypedLine(row, known, required)
     try:
         reading.take(args)
         of_adapters = len(reading.adapters) > 1 and not (reading.plain or reading.file(BASE) or reading.file(MODEL))
@@ -615,7 +615,7 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
     """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`."""
     named = [*takewhile(lambda word: word.endswith(".py") or not (word.startswith("-") or _names_file(word)), args)]
-    command = FOREIGN_COMMANDS.get(re.sub(r".*[\\/]|\.py$", "", named[-1]).replace("-", "_")) if named else None
+    command = FOREIGN_COMMANDS.get(re.sub(r".*[\\/]|\.py$", "", named[-1]).replace("-", "_"), "") if named else ""
     options = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
     if command in COMMANDS and any(_is_foreign(name, flags(commands[command].params), command) for name in options):
         correction = corrected_line(command, args[len(named) :], commands)

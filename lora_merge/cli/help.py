@@ -207,8 +207,9 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
     if unknown := re.match("No such command '([^']*)'", text):  # of a group of commands, such as comfyui
-        near = get_close_matches(unknown[1], context.command.commands, 1, 0.7)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(context.command.commands)}; {see}"
+        names = getattr(getattr(context, "command", None), "commands", commands)
+        near = get_close_matches(unknown[1], names, 1, 0.7)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}; {see}"
         return UsageError(f"there is no command {unknown[1]!r}", typed(), fix).instead(unknown[1], *near)
     known = context.command if context is not None else commands.get(command)
     fix = f"{_own_line(error, text, command, known)}{see}"

@@ -133,7 +133,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors words.ckpt", 3, "not a valid .ckpt file", "download"),
     ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
     ("base.safetensors loras", 3, "several checkpoints", "or, if all are adapters, write "),
-    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
+    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "write lora-merge base.safetensors lora.safetensors -o out.safetensors"),
     ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
     ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios",
      "such as lora-merge base.safetensors lora.safetensors:0.8 loras/a.safetensors:0.8 -o o"),

@@ -413,7 +413,7 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
     ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
-    ("--dtype q8", "use q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
+    ("--dtype q8", "loras/ink --dtype q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:
     code, _, err = run("base", "lora", "loras/ink", *words.split(), "--dry-run", "-q")
