@@ -106,7 +106,9 @@ def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
     if reading := strange(text):
         path, value = reading
-        raise UsageError("a strength has another syntax", text[:200], f"write {typed([f'{path}:{value}{parts}'])}")
+        raise UsageError(
+            "a strength has another syntax", text[:200], f"write {typed([right := f'{path}:{value}{parts}'])}"
+        ).instead(text + parts, right)
 
 
 PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})

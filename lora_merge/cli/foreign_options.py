@@ -8,14 +8,14 @@ Axolotl, Unsloth, FastChat, mergekit, llama.cpp and cp.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ..adapter_arguments import right_form
+from ..adapter_arguments import right_form, strange
 from ..addresses import split
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
@@ -93,14 +93,14 @@ _MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
     # Files.
     (["--adapter-name"], _leave("not needed here")),  # a label in PEFT
     (_names("base base-model sd-model pretrained pretrained-model", _FILE), Foreign(THE_BASE, ("--base {}", BASE))),
-    ([*_names("model ckpt checkpoint unet-name", _FILE), "-m"], Foreign(THE_BASE, (MODEL,))),
+    ([*_names("model ckpt checkpoint unet-name input source", _FILE), "-m"], Foreign(THE_BASE, (MODEL,))),
     (_names("model-org original-model"), Foreign(_BEFORE, (BASE,))),
-    (_names("model-tuned tuned-model finetuned-model fine-tuned-model trained-model"), Foreign(_AFTER, (TUNED,))),
+    (_names("model-tuned tuned tuned-model finetuned-model fine-tuned-model trained-model"), Foreign(_AFTER, (TUNED,))),
     ([*_names("lora loras lora-model lora-adapter adapter adapters adapter-model peft peft-model", _FILE),
       *_names("models lora-paths lora-names network-weights")], Foreign(ADAPTER_ORDER, ("--adapter {}", ADAPTERS))),
     ([*_joined("save output out export dump", "to as path dir file name folder directory model model-path"),
-      *_names("out outfile outdir export name target-model-path merged-model-path filename-prefix")],
-     Foreign("use `-o FILE`", ("-o {}",))),
+      *_names("out outfile outdir export dest dst destination name target-model-path merged-model-path"),
+      "--filename-prefix"], Foreign("use `-o FILE`", ("-o {}",))),
     # Strengths.
     ([*_names("ratio ratios weight weights multiplier multipliers strengths"), "-w", "--lora-scaled",
       *_joined("lora adapter network", f"{_FACTOR} strengths ratios weights scales multipliers")],
@@ -158,10 +158,12 @@ _MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
     (["--no-overwrite"], _leave("nothing is overwritten without --overwrite")),
     (_names("v2 is-v2 v-parameterization sdxl is-sdxl flux model-type model-arch arch architecture"),
      _leave("the model is recognised")),
+    (_names("from input-format source-format"), _leave("the format is recognised")),
     (_names("push-to-hub hub-model-id export-hub-model-id"),
      _leave("send the output by hf upload OWNER/NAME FOLDER")),
     (_names("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization "
             "merge-and-unload use-safetensors template finetuning-type task-type clip-skip max-seq-length "
+            "safe-merge safe-fusing fuse-unet fuse-text-encoder "
             "load-precision"), _leave("not needed here")),
 )  # fmt: skip
 
@@ -188,6 +190,9 @@ FOREIGN_RULES: Final = {"sv_ratio": "ratio", "sv_fro": "fro", "sv_cumulative": "
 HIGHEST_STRENGTH: Final = 2.0
 """The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
 
+SIMILAR: Final = 0.9
+"""The likeness of two options from which one is a misspelt form of the other."""
+
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
 LINEAR: Final = (SUM, "compose")
@@ -197,8 +202,10 @@ LINEAR: Final = (SUM, "compose")
 def meaning_of(name: str, *, near: bool = False) -> Foreign | None:
     """Return the meaning of an option of another program. `near`: also of one in a slightly other spelling."""
     plain = _hyphened(name)
-    similar = get_close_matches(plain, FOREIGN_OPTIONS, 1, 0.85) if near and plain.startswith("--") else []
-    return FOREIGN_OPTIONS.get(next(iter(similar), plain))
+    plain = (
+        plain if plain in FOREIGN_OPTIONS else re.sub("(?<=[a-z])(-?[0-9]+|-[a-d])$", "", plain)
+    )  # --lora2, --lora-b
+    return FOREIGN_OPTIONS.get(next(iter(alike(plain, FOREIGN_OPTIONS, SIMILAR) if near else ()), plain))
 
 
 def advice_on(meaning: Foreign, known: Collection[str]) -> str:
@@ -280,6 +287,7 @@ class TypedLine:
     def _form(self, option: str) -> str:
         """Return the form of an option with a value after it; SWITCH for one without, which is taken at once."""
         name = _hyphened(option)
+        name = name if name in FOREIGN_OPTIONS else next(iter(alike(name, self.known, SIMILAR)), name)
         if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
             return STRENGTH
         if name in self.known:
@@ -373,7 +381,10 @@ def corrected(reading: TypedLine) -> Correction:
     left_out, conflicts, numbers = [*reading.left_out], list[str](), reading.numbers
     settings = _settings(reading, left_out, conflicts)
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
-    terms, weighted = [_Term.of(word) for word in expanded(files[first:])], "weights" in reading.command.options
+    terms, weighted = (
+        [_Term.of(word) for word in _expanded(reading, files[first:])],
+        "weights" in reading.command.options,
+    )
     values = _values(numbers, terms)
     if values and not weighted and "strength" not in reading.command.options:
         raise NotClear(values[0])
@@ -403,6 +414,11 @@ def corrected(reading: TypedLine) -> Correction:
     paths = [with_found_ending(t.path) if weighted and t not in bare else t.path if weighted else t.word for t in terms]
     words = [*filter(None, [reading.command.typed]), *files[:first], *paths, *options]
     return Correction(words, left_out, conflicts, mistake, repeated)
+
+
+def _expanded(reading: TypedLine, words: Sequence[str]) -> Iterable[str]:
+    """Return the adapters with the files of their patterns."""
+    return expanded(words) if reading.command.options else words
 
 
 def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
@@ -459,12 +475,12 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     if first == 2:
         files = [*base, *tuned, *others] if base else [*others, *tuned]
     elif base or not first:
-        files = [*base, *reading.adapters, *others]
+        files = [*base, *reading.adapters, *others, *tuned]
     else:
         files = [*others[:1], *reading.adapters, *others[1:]]
     most = len(files) if command.several or command.merges else max(first, 1)
     swapped = first == 1 and base and not all(map(is_adapter, filter(_names_file, files[1:])))
-    if not reading.required <= len(files) <= most or (tuned and first < 2) or swapped:
+    if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
         raise NotClear(" ".join(files))
     if command.merges and files[0] in files[1:]:  # a base is not its own adapter
         raise NotClear(files[0])
@@ -522,6 +538,9 @@ class _Term:
         tail = address[1] if (address := split(word)) else ""
         text, comma, parts = word.partition(",") if not address or tail else (word, "", "")
         path, strength = split_strength(text) if not address or tail else (word, None)
+        other = strange(text) if strength is None and not address and not _names_file(text) else None
+        if other and right_form(other[1]):  # lora:80%
+            return cls(*other, comma + parts)
         return cls(path, "" if strength is None else f"{strength:g}", comma + parts)
 
     @property
@@ -561,14 +580,14 @@ def _names_file(word: str) -> bool:
 
 def _numbers_in(word: str) -> list[str]:
     """Return the numbers of "0.7", "0.7,0.3", "0.7:0.3" or "[0.7, 0.3]" in our form; [] for other words."""
-    numbers = [right_form(number) for number in re.split(r"[,:;\s]+", word.strip("[]()"))]
+    numbers = [right_form(number) for number in re.split(r"[,:;\s]+", word.strip("[](),;"))]
     return numbers if all(numbers) else []
 
 
 def corrected_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -> Correction | None:
     """Return the line that the words of a command are meant as; None if that is not certain. `commands`: by name."""
-    row = COMMANDS.get(command)
-    if row is None or "--" in args:
+    row = COMMANDS.get(command) or replace(COMMANDS["combine"], name=command, options=MappingProxyType({}))
+    if "--" in args:
         return None
     parameters = commands[command].params
     known = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
@@ -590,16 +609,17 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     parameters = commands[command].params
     known = flags(parameters)
     check_dashes(args, known)
-    for flag, part, value in zip(args, args[1:], args[2:], strict=False):
+    for at, (flag, part, value) in enumerate(zip(args, args[1:], args[2:], strict=False)):
         if flag == "--strength-for" and "=" not in part and right_form(value) and not exists(value):
-            raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`",
-                             f"write `{flag} {part}={right_form(value)}`")  # fmt: skip
+            whole = [*args[: at + 1], f"{part}={right_form(value)}", *args[at + 3 :]]
+            right = line(whole if command == MERGE else [command, *whole])
+            raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`", f"write {right}")
     names = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
     foreign = [name for name in dict.fromkeys(names) if _is_foreign(name, known, command)]
     correction = corrected_line(command, args, commands)
     if foreign:
         what = f"there is no option {' nor '.join(foreign)} here"
-    elif correction and {*map(_hyphened, names)} <= known.keys():
+    elif correction and command in COMMANDS and {*map(_hyphened, names)} <= known.keys():
         what = correction.mistake
     else:
         return
@@ -607,9 +627,7 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
         what = "; ".join(correction.conflicts)
     fix = _fix(correction, foreign) if correction else _advices(foreign, command, parameters)
     if what:
-        error = UsageError(what, " ".join(args)[:200], fix)
-        renamed = re.fullmatch("use (--[a-z-]+)", fix)
-        raise error.instead(foreign[0], renamed[1]) if renamed else error
+        raise UsageError(what, " ".join(args)[:200], fix)
 
 
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
@@ -626,9 +644,18 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
 def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
     """Return whether an option belongs to other programs, or to other commands of ours if it is a strength."""
     plain = _hyphened(name)
-    if command not in COMMANDS:
-        return plain in FOREIGN_OPTIONS and not {plain, f"{plain}s"} & {*known}
-    return plain not in known and (plain in FOREIGN_OPTIONS or plain in OWN_STRENGTHS)
+    if plain in known or (command not in COMMANDS and f"{plain}s" in known):
+        return False
+    exact = plain in FOREIGN_OPTIONS or (command in COMMANDS and plain in OWN_STRENGTHS)
+    return exact or (not alike(plain, known, SIMILAR) and meaning_of(name, near=True) is not None)
+
+
+def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
+    """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
+    negated = name.startswith("--no-")
+    long = (option for option in known if option.startswith("--") and option.startswith("--no-") == negated)
+    words = {option[2:]: option for option in long}
+    return [words[word] for word in get_close_matches(name[2:], words, 1, cutoff)] if name.startswith("--") else []
 
 
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
@@ -654,8 +681,5 @@ def _advices(foreign: Sequence[str], command: str, parameters: Sequence[Any]) ->
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"
     usage = f"{THE_BASE}; {ADAPTER_ORDER}" if command == MERGE else usage
     meanings = [meaning_of(name) or Foreign(STRENGTH_FORMS, (STRENGTHS,)) for name in foreign]
-    ours = [form.split()[0] for m in meanings for form in m.forms if form.split()[0] in known]
-    if command not in COMMANDS and len(foreign) == len(ours) == 1:
-        return f"use {ours[0]}"
     advices = [usage if {BASE, MODEL, TUNED, ADAPTERS} & {*m.forms} else advice_on(m, known) for m in meanings]
     return "; ".join(filter(None, dict.fromkeys(advices))) or f"see `lora-merge help {command}`"

@@ -21,7 +21,7 @@ from ..options import OPTIONS
 from ..paths import exists
 from ..recipes.commands import COMMANDS
 from .corrected_line import flags, line, split_words
-from .foreign_options import advice_on, meaning_of, right_value
+from .foreign_options import alike, right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"
@@ -249,8 +249,7 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
 
 
 def _advice(name: str, context: Any) -> tuple[list[str], str]:
-    """Return the options of the command that a misspelt one resembles, and advice on it: these, or what an option of
-    other programs means here."""
+    """Return the options of the command that a misspelt one resembles, and advice on it."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", COLOR_FLAG, DEBUG]
@@ -259,9 +258,8 @@ def _advice(name: str, context: Any) -> tuple[list[str], str]:
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
-    near = _alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
-    other = advice_on(meaning, known) if (meaning := meaning_of(plain, near=True)) else ""
-    return near, f"did you mean {' or '.join(near)}? " if near else f"{other}; " if other else ""
+    near = alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
+    return near, f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def _in_file(flag: str) -> str:
@@ -269,12 +267,3 @@ def _in_file(flag: str) -> str:
     if flag == "--strength":
         return "write a strength after its path in the jobs file: adapters: [lora.safetensors:0.8]; "
     return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "
-
-
-def _alike(name: str, known: Iterable[str]) -> list[str]:
-    """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
-    negated = name.startswith("--no-")
-    words = {
-        option[2:]: option for option in known if option.startswith("--") and option.startswith("--no-") == negated
-    }
-    return [words[word] for word in get_close_matches(name[2:], words, 1, 0.7)]

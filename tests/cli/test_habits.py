@@ -637,7 +637,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base lroa:0.8,te=0 --dry-run", "did you mean lora.safetensors, loras? write lora-merge base lora.safetensors:0.8,te=0 --dry-run"),
     ("base lora --dtype=bf61", "write lora-merge base lora --dtype=bf16"),
     ("base lora --dtype bf17", "write lora-merge base lora --dtype bf16"), ("base lora --dtype 16", "use one of fp16, bf16"),
-    ("base lora --strength-for te 0", "write --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
+    ("base lora --strength-for te 0", "write lora-merge base lora --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
     ("resize lora 4", "write lora-merge resize lora --rank 4; see lora-merge help resize"),
     ("base lora --save-dtype fp16", "write lora-merge base lora --dtype fp16"), ("base lora --use-safetensors", "leave it out: not needed here; write lora-merge base lora"),
     ("base lora --lora-alpha 8", "leave it out: the adapter states its alpha; write lora-merge base lora"),
