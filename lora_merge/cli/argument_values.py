@@ -99,16 +99,16 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths."""
     if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
-        raise UsageError("two strengths after one file", text[:200], fix)
+        raise UsageError("two strengths after one file", text[:200], fix).instead(
+            text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
+        )
 
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
     if reading := strange(text):
         path, value = reading
-        raise UsageError(
-            "a strength has another syntax", text[:200], f"write {typed([right := f'{path}:{value}{parts}'])}"
-        ).instead(text + parts, right)
+        raise _other_syntax("a strength", text + parts, f"{path}:{value}{parts}")
 
 
 PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
@@ -119,21 +119,26 @@ def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
     several = [word for word in re.split(r"[,;\s]+", text) if word]
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
-        raise UsageError("several adapters are written in one word", text[:200], f"write {typed(several)}")
+        raise _other_syntax("a list of adapters", text, *several)
     right = with_parts(text)
     if right and (word := re.fullmatch(r"(.+):([A-Za-z]+)", text)) and word[2] not in PART_WORDS:
         path = typed([with_found_ending(word[1])])
         raise UsageError(f"{word[2]!r} is neither a strength nor a part of a model", text[:200],
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
     if right:
-        raise UsageError("a factor for a part has another syntax", text[:200], f"write {typed([right])}")
+        raise _other_syntax("a factor for a part", text, right)
 
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
-        raise UsageError("a strength has another syntax", text[:200], f"write {typed(words)}")
+        raise _other_syntax("a strength", text, *words)
+
+
+def _other_syntax(what: str, text: str, *right: str) -> UsageError:
+    """Return the error for a word that is written in another way here. `right`: the words in its place."""
+    return UsageError(f"{what} has another syntax", text[:200], f"write {typed(right)}").instead(text, *right)
 
 
 def named_base(text: str) -> str:

@@ -116,9 +116,11 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
 
 def _says_as_much(words: Sequence[str], fix: str) -> bool:
     """Return whether a line has all words of a fix, such as "use bf16", so that the line alone is enough."""
-    verb, *rest = fix.removeprefix("name it ").split() if fix.startswith("name it ") else fix.split()
+    order = re.fullmatch("(?:use|write|name it) ([^;?]+)", fix)
     stated = {part for word in words for part in (word, *word.split("=", 1))}
-    return fix.startswith(("use ", "write ", "name it ")) and {verb, *rest} - {"use", "write"} <= stated
+    with suppress(ValueError):  # a quote in a sentence
+        return order is not None and {*words_of(order[1])} <= stated
+    return False
 
 
 def _changes(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[list[tuple[str, str]]]:

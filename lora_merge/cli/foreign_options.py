@@ -21,7 +21,7 @@ from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
 from ..merge_methods import SUM
 from ..option_texts import value_of
-from ..options import SWITCHED, Option, checked_value
+from ..options import OPTIONS, SWITCHED, Option, checked_value
 from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
@@ -502,7 +502,7 @@ def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: li
     # Step 2: a share with its rule is the rank, and a rank next to it is a limit.
     if reading.of_rank:
         rule = f"{FOREIGN_RULES.get(reading.of_rank.get(RULE, ''))}:{reading.of_rank.get(SHARE)}"
-        if not right_value(reading.command.options["rank"], rule):
+        if "rank" not in reading.command.options or not right_value(reading.command.options["rank"], rule):
             raise NotClear(rule)
         settings = [Setting(s.typed, ("--max-rank", s.words[1])) if s.words[0] == "--rank" else s for s in settings]
         settings = [Setting("--dynamic-param", ("--rank", rule)), *settings]
@@ -646,8 +646,9 @@ def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
     plain = _hyphened(name)
     if plain in known or (command not in COMMANDS and f"{plain}s" in known):
         return False
-    exact = plain in FOREIGN_OPTIONS or (command in COMMANDS and plain in OWN_STRENGTHS)
-    return exact or (not alike(plain, known, SIMILAR) and meaning_of(name, near=True) is not None)
+    if plain in FOREIGN_OPTIONS or plain[2:].replace("-", "_") in OPTIONS or plain in OWN_STRENGTHS:
+        return plain in FOREIGN_OPTIONS or (command in COMMANDS and plain in OWN_STRENGTHS)
+    return not alike(plain, known, SIMILAR) and meaning_of(name, near=True) is not None
 
 
 def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:

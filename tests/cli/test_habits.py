@@ -184,7 +184,7 @@ def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, r
     """What is told can be typed as it stands."""
     code, _, err = run("base", text, "--dry-run")
     assert code == 2
-    assert err.endswith(f"fix:   write {right}\n")
+    assert err.endswith(f"fix:   write lora-merge base {right} --dry-run\n")
     assert run("base", *right.split(), "--dry-run")[0] == 0
 
 
@@ -222,14 +222,14 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("lora.safetensors=0.8", "lora.safetensors:0.8"), ("lora.safetensors@0.8", "lora.safetensors:0.8"),
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
-    ("lora.safetensors:", "lora.safetensors:0.8"), ("lora.safetensors::", "write lora.safetensors:0.8"), ("lora.safetensors:0.5:", "write lora.safetensors:0.5"),
-    ("lora.safetensors:0,8,te=0", "write lora.safetensors:0.8,te=0"), ("lora@0.8,te=0", "write lora.safetensors:0.8,te=0"),
-    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", "write 'my style.safetensors:0.8'"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
-    *((text, "write lora.safetensors:0.8") for text in (
+    ("lora.safetensors:", "lora.safetensors:0.8"), ("lora.safetensors::", "write lora-merge base.safetensors lora.safetensors:0.8"), ("lora.safetensors:0.5:", "write lora-merge base.safetensors lora.safetensors:0.5"),
+    ("lora.safetensors:0,8,te=0", "write lora-merge base.safetensors lora.safetensors:0.8,te=0"), ("lora@0.8,te=0", "write lora-merge base.safetensors lora.safetensors:0.8,te=0"),
+    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora-merge base.safetensors lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", "write lora-merge base.safetensors 'my style.safetensors:0.8'"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
+    *((text, "write lora-merge base.safetensors lora.safetensors:0.8") for text in (
         "lora.safetensors::0.8", "lora.safetensors;0.8", "lora,0.8", "lora.safetensors(0.8)", "(lora.safetensors:0.8)", "lora[80%]",
         "lora.safetensors|0,8", "lora.safetensors:0.8x", "lora: x0.8", "0.8*lora.safetensors", "80% × lora", "lora.safetensors*4/5", "<lyco:lora:0.8>",
-    )), ("<lora:lora>", "write lora.safetensors:1"), ("<lora:lora:0.8:lbw=MIDD>", "write lora.safetensors:0.8,lbw=MIDD"),
-    ("<lora:lora:0.5:0.8>", "write lora.safetensors:1,unet=0.8,te=0.5"), ("loras/ink(2)", "write loras/ink.safetensors:2"),
+    )), ("<lora:lora>", "write lora-merge base.safetensors lora.safetensors:1"), ("<lora:lora:0.8:lbw=MIDD>", "write lora-merge base.safetensors lora.safetensors:0.8,lbw=MIDD"),
+    ("<lora:lora:0.5:0.8>", "write lora-merge base.safetensors lora.safetensors:1,unet=0.8,te=0.5"), ("loras/ink(2)", "write lora-merge base.safetensors loras/ink.safetensors:2"),
     ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "curl -L -O -J https://example.org/lora.safetensors"),
     ("hf://owner/name", "hf download owner/name"), ("https://huggingface.co/o/n/resolve/main/a/b.safetensors?download=true", "hf download o/n a/b.safetensors"),
     ("https://civitai.com/models/5?modelVersionId=6", "curl -L -O -J https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
@@ -413,7 +413,7 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
     ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
-    ("--dtype q8", "loras/ink --dtype q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
+    ("--dtype q8", "loras/ink --dtype q8_0"), ("--dtype fp-16", "loras/ink --dtype fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:
     code, _, err = run("base", "lora", "loras/ink", *words.split(), "--dry-run", "-q")
