@@ -656,7 +656,10 @@ def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
     negated = name.startswith("--no-")
     long = (option for option in known if option.startswith("--") and option.startswith("--no-") == negated)
     words = {option[2:]: option for option in long}
-    return [words[word] for word in get_close_matches(name[2:], words, 1, cutoff)] if name.startswith("--") else []
+    if not name.startswith("--"):
+        return []
+    swapped = [word for word in words if sorted(word) == sorted(name[2:])]
+    return [words[word] for word in swapped[:1] or get_close_matches(name[2:], words, 1, cutoff)]
 
 
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:

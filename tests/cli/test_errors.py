@@ -91,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
-    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write the strength after the file name"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write lora-merge base.safetensors lora.safetensors:3"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
     ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract base.safetensors TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
