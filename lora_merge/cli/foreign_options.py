@@ -614,7 +614,8 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
             whole = [*args[: at + 1], f"{part}={right_form(value)}", *args[at + 3 :]]
             right = line(whole if command == MERGE else [command, *whole])
             raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`", f"write {right}")
-    names = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
+    before = args[: args.index("--")] if "--" in args else args
+    names = [arg.partition("=")[0] for arg in before if arg.startswith("-") and not right_form(arg)]
     foreign = [name for name in dict.fromkeys(names) if _is_foreign(name, known, command)]
     correction = corrected_line(command, args, commands)
     if foreign:
@@ -664,18 +665,18 @@ def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
 
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     """Return the fix with the line that is meant. `foreign`: the options that are refused."""
-    right = line(correction.words)
+    right = f"write {line(correction.words)}"
     if correction.conflicts:
-        return f"keep one of them: write {right}"
-    if correction.repeated:
-        return f"give one for each adapter, such as {right}"
+        right = f"keep one of them: {right}"
+    elif correction.repeated:
+        right = f"give one for each adapter, such as {line(correction.words)}"
     by_reason: dict[str, list[str]] = {}
     for option, reason in correction.left_out:
         by_reason.setdefault(reason, []).append(option)
     if len(by_reason) == 1 and [option.split()[0] for option, _ in correction.left_out] == [*foreign]:
-        return f"leave {'it' if len(foreign) == 1 else 'them'} out: {correction.left_out[0][1]}; write {right}"
+        return f"leave {'it' if len(foreign) == 1 else 'them'} out: {correction.left_out[0][1]}; {right}"
     left_out = " and ".join(f"{', '.join(options)} ({reason})" for reason, options in by_reason.items())
-    return f"leave out {left_out}; write {right}" if left_out else f"write {right}"
+    return f"leave out {left_out}; {right}" if left_out else right
 
 
 def _advices(foreign: Sequence[str], command: str, parameters: Sequence[Any]) -> str:
