@@ -15,7 +15,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ..adapter_arguments import right_form, strange
+from ..adapter_arguments import right_form
 from ..addresses import split
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
@@ -25,7 +25,7 @@ from ..options import OPTIONS, SWITCHED, Option, checked_value
 from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
-from .argument_values import ADAPTER_ORDER, expanded
+from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded
 from .compat import FOREIGN_COMMANDS, check_dashes
 from .corrected_line import flags, is_adapter, line
 
@@ -315,7 +315,7 @@ class TypedLine:
         elif (form == STRENGTHS and not _names_file(word)) or word.endswith((".yaml", ".yml")):
             raise NotClear(word)
         else:
-            (self.adapters if form == ADAPTERS else self.plain).append(word)
+            (self.adapters if form == ADAPTERS else self.plain).extend(_in_our_syntax(word))
 
     def _take_value(self, option: str, form: str, value: str) -> str:
         """Take the value of an option; return the role of the next word."""
@@ -469,8 +469,9 @@ def _states_alpha(path: str) -> bool:
 
 def _files(reading: TypedLine) -> tuple[list[str], int]:
     """Return the files in the order of our commands, and the number of those that are no adapters."""
+    named = {path for word in reading.adapters for path in (word, _Term.of(word).path)}
     command, base, tuned, model = reading.command, *(reading.file(role) for role in (BASE, TUNED, MODEL))
-    others = [*model, *(word for word in reading.plain if word not in reading.adapters)]
+    others = [*model, *(word for word in reading.plain if word not in named)]
     first = 2 if command.inputs == "checkpoints" else int(command.merges)
     if first == 2:
         files = [*base, *tuned, *others] if base else [*others, *tuned]
@@ -538,9 +539,6 @@ class _Term:
         tail = address[1] if (address := split(word)) else ""
         text, comma, parts = word.partition(",") if not address or tail else (word, "", "")
         path, strength = split_strength(text) if not address or tail else (word, None)
-        other = strange(text) if strength is None and not address and not _names_file(text) else None
-        if other and right_form(other[1]):  # lora:80%
-            return cls(*other, comma + parts)
         return cls(path, "" if strength is None else f"{strength:g}", comma + parts)
 
     @property
@@ -571,6 +569,19 @@ def right_value(row: Option, text: str) -> str:
     except MergeError as error:
         return next(iter(error.suggestion[1:]), "")
     return value if isinstance(value, str) else text
+
+
+def _in_our_syntax(word: str) -> Sequence[str]:
+    """Return the words for adapters in another syntax: "lora:0.8" for "<lora:lora:0.8>", "lora@0.8" or "lora:80%"."""
+    parts = word.partition(",")[2]
+    if (_names_file(word) and (not parts or "=" in parts)) or split(word) is not None:
+        return [word]
+    try:
+        for check in (check_tag, check_two, check_parts, check_adapter):
+            check(word)
+    except UsageError as error:
+        return error.suggestion[1:] or [word]
+    return [word]
 
 
 def _names_file(word: str) -> bool:

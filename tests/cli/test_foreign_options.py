@@ -81,6 +81,9 @@ LINES = {
     "average one two --ratio 0.7:0.3": "average one two --weights 0.7,0.3", "average one two --weight 0.7 0.3 -o x": "average one two -o x --weights 0.7,0.3",
     "average one two --weights 0.7 0.3": "average one two --weights 0.7,0.3", "average one 0.7 two 0.3": "average one two --weights 0.7,0.3",
     "average one.safetensors:0.7 two.safetensors:0.3": "average one.safetensors two.safetensors --weights 0.7,0.3",
+    "base <lora:one:0.8> --save_to x": "base one.safetensors:0.8 -o x", "base one,two -s 0.5 0.6": "base one:0.5 two:0.6",
+    "base one@0.8 two --save_to x": "base one.safetensors:0.8 two -o x", "base one:0.8:0.5 --out x": "base one:1,unet=0.8,te=0.5 -o x",
+    "base one --lora one:0.5": "base one:0.5", "base one -s -0.5 two 0.6": "base one:-0.5 two:0.6",
     # Two values for one option: the last
     "base one:0.5 --lora-weight 0.8 -o x": "base one:0.8 -o x", "base one:0.5 -s 0.6": "base one:0.6",
     "base one --save_to a -o b": "base one -o b", "base one --save_precision fp16 --dtype bf16": "base one --dtype bf16",
