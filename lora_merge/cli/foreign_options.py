@@ -381,10 +381,8 @@ def corrected(reading: TypedLine) -> Correction:
     left_out, conflicts, numbers = [*reading.left_out], list[str](), reading.numbers
     settings = _settings(reading, left_out, conflicts)
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
-    terms, weighted = (
-        [_Term.of(word) for word in _expanded(reading, files[first:])],
-        "weights" in reading.command.options,
-    )
+    weighted, has_options = "weights" in reading.command.options, bool(reading.command.options)
+    terms = [_Term.of(word) for word in (expanded(files[first:]) if has_options else files[first:])]
     values = _values(numbers, terms)
     if values and not weighted and "strength" not in reading.command.options:
         raise NotClear(values[0])
@@ -403,7 +401,7 @@ def corrected(reading: TypedLine) -> Correction:
             conflicts.append(f"{term.path} has two strengths, {term.strength} and {value}")
         term.strength = value
     # Step 2: options become strengths, or are left out.
-    mistake = _scaled(settings, terms) or mistake
+    mistake = (reading.command.merges and _scaled(settings, terms)) or mistake
     left_out += _stated_alphas(settings, terms)
     options = [word for setting in settings for word in setting.words]
     # Step 3: strengths follow the adapters, or become --weights.
@@ -416,13 +414,8 @@ def corrected(reading: TypedLine) -> Correction:
     return Correction(words, left_out, conflicts, mistake, repeated)
 
 
-def _expanded(reading: TypedLine, words: Sequence[str]) -> Iterable[str]:
-    """Return the adapters with the files of their patterns."""
-    return expanded(words) if reading.command.options else words
-
-
 def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
-    """Take the factor of a sum out of the settings, as one of each strength; return what is wrong with it."""
+    """Take the factor of a merge by sum out of the settings, as one of each strength; return what is wrong with it."""
     by_name = {setting.words[0]: setting for setting in settings}
     method = by_name["--method"].words[1] if "--method" in by_name else SUM
     scale = right_form(by_name["--scale"].words[1]) if "--scale" in by_name else ""
