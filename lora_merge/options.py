@@ -342,7 +342,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
         options = {"strength" if name == STRENGTHS else name: value for name, value in options.items()}
     for name in options:
         _known(name)
-    return {o.name: _value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
+    return {o.name: checked_value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
 
 
 def _known(name: str) -> None:
@@ -356,7 +356,8 @@ def _known(name: str) -> None:
         raise UsageError(f"there is no option {name!r}", name, fix).of_type()
 
 
-def _value(option: Option, value: Any) -> Any:
+def checked_value(option: Option, value: Any) -> Any:
+    """Return the value of an option as jobs have it; UsageError for a wrong word, dtype, switch or device."""
     if value is None and option.default is None:
         return None
     if check := _CHECKS.get(option.kind):
