@@ -355,10 +355,11 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in OPTIONS:
             raise UsageError(f"there is no option {name!r}", name, f"use one of {', '.join(OPTIONS)}")
-    return {o.name: _value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
+    return {o.name: checked_value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
 
 
-def _value(option: Option, value: Any) -> Any:
+def checked_value(option: Option, value: Any) -> Any:
+    """Return the value of an option as jobs have it; UsageError for a wrong word, dtype, switch or device."""
     if value is None and option.default is None:
         return None
     if check := _CHECKS.get(option.kind):

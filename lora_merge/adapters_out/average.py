@@ -97,10 +97,11 @@ def shares(
     if ema is not None:
         ema = finite(ema, "--ema")
         last = ema if ema_to is None else ema_to
-        for flag, decay in (("--ema", ema), ("--ema-to", last)):
-            if not is_finite(decay) or not 0 <= decay < 1:
-                raise UsageError(f"{shown(decay)} cannot be the decay of an average", flag,
-                                 "use a number from 0 to less than 1, such as 0.9")  # fmt: skip
+        if not all(is_finite(b) and 0 <= b < 1 for b in (ema, last)):
+            name, value = ("ema", ema) if ema_to is None or not 0 <= ema < 1 else ("ema_to", last)
+            raise UsageError(
+                f"{name} is {shown(value)}", f"--{name.replace('_', '-')}", "use a number from 0 to less than 1"
+            )
         return [ema + (last - ema) * (i / max(count - 2, 1)) for i in range(count - 1)]
     if sigma_rel is None:
         return None

@@ -80,6 +80,10 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         return Rule(name, most=most)
     if name == SIZE and value:
         return Rule(SIZE, parse_size(value, option), most)
+    percent = _number(value.removesuffix("%")) if name in SHARES else None
+    if percent is not None and (value.endswith("%") or percent > 1) and 0 < percent <= 100:
+        near = f"{name}:{percent / 100:g}"
+        raise UsageError(f"{text[:40]!r} is out of range", option, f"did you mean {near}?").instead(text, near)
     number = _number(value)
     if number is None or name not in RULE_RANGES:
         raise _unknown(text, option)

@@ -13,14 +13,14 @@ from types import MappingProxyType
 from typing import Final
 
 from ..adapters.modules import AdapterFile
-from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues, Values
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, ITEM_BYTES, WHOLE_DTYPES, Shape, StoredTensor, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
-from ..files.checkpoint import FOLDER_CONFIGS, Index
+from ..files.checkpoint import Index
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder, adapter_folder
+from ..files.folder_layouts import FOLDER_CONFIGS
 from ..files.formats.base import CODES_ALIGNMENT, NewWeight, fills_words
 from ..files.formats.quantization_config import activation_notes
 from ..files.gguf.types import QUANTISED_TYPES
@@ -36,8 +36,8 @@ from ..files.side_files import (
 from ..files.tokenizers import OTHER_TOKENIZER, EmbeddingRows, taken
 from ..job import Adapter, Job, ResolvedJob
 from ..matching.conflicts import check_addable, with_overlap_notes
-from ..matching.formula import AdapterContext, check_settings
-from ..matching.match import KnownBase, match_adapter
+from ..matching.formula import check_settings
+from ..matching.match import KnownBase, adapter_context, match_adapter
 from ..matching.patch import Match, PatchPart
 from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
@@ -45,7 +45,6 @@ from ..matching.values import replace_in_turn, values_as_changes
 from ..merge_methods import ADDED_VECTORS, METHODS
 from ..models.names import Names
 from ..models.part_factors import Strengths, check_effect, on_base
-from ..models.tied_weights import tied
 from ..models.weights import Weight
 from ..paths import is_split
 from ..safe_regex import Steps
@@ -125,10 +124,11 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
 
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
-    base, lookup = cache.base(job.base, job.map, plain=any(ref.path == job.base for ref in job.adapters))
+    paths = [ref.path for ref in job.adapters]
+    base, lookup = cache.base(job.base, job.map, plain=job.base in paths, partners=paths)
     if merged:
         check_name(container_of(job, base))
-    files = (cache.own_adapter(p) if p == job.base else cache.adapter(p) for p in (ref.path for ref in job.adapters))
+    files = (cache.own_adapter(path) if path == job.base else cache.adapter(path, job.base) for path in paths)
     adapters = [with_names_of(base, file) for file in files]
     check_names(job, base, adapters)
     return Inputs.joined(job, base, lookup, adapters)
@@ -229,10 +229,9 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         by_part.check(components)
     # The modules of each adapter.
     matched: list[Match] = []
-    known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
-    model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
+    known = KnownBase.of(base, lookup)
     for number, adapter in enumerate(adapters):
-        context = AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, dict(job.setting))
+        context = adapter_context(number, adapter, values, base, lookup, dict(job.setting))
         matched.append(match_adapter(context, known, strengths[number], job.unmatched))
     # How several adapters change one weight.
     method = METHODS[job.method]

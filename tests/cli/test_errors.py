@@ -91,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
-    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write the strength after the file name"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write lora-merge base.safetensors lora.safetensors:3"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
     ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract base.safetensors TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
@@ -134,9 +134,10 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors words.ckpt", 3, "not a valid .ckpt file", "download"),
     ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
     ("base.safetensors loras", 3, "several checkpoints", "or, if all are adapters, write "),
-    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
+    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "write lora-merge base.safetensors lora.safetensors -o out.safetensors"),
     ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
-    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
+    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios",
+     "such as lora-merge base.safetensors lora.safetensors:0.8 loras/a.safetensors:0.8 -o o"),
 ])  # fmt: skip
 def test_errors_name_the_mistake_and_the_fix(run: Run, words: str, code: int, what: str, fix: str) -> None:
     found, text = run(*words.split())

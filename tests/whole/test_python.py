@@ -396,7 +396,7 @@ SLIPS = [
      "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"),
     ("merge_state_dict(STATE, 'ink', output='out')", "for files use merge()"),
     ("merge_state_dict(STATE, [(0.5, 'ink.safetensors')])", 'write ("ink.safetensors", 0.5)'),
-    ("average(['ink', 'oil'], 'out', ema=2)", "use a number from 0 to less than 1, such as 0.9"),
+    ("average(['ink', 'oil'], 'out', ema=2)", "use a number from 0 to less than 1"),
     ("verify('m', search='more')", 'write search=["more"]'),
     ("verify('m', adapters=['ink'])", "name the base and all adapters"),
     ("merge('base', 'ink.safetensors, oil.safetensors', 'out')", 'write ["ink.safetensors", "oil.safetensors"]'),
