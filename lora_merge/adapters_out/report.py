@@ -274,7 +274,7 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lost = fsum(lost * lost for lost in (layer["norm"] * layer["residual"] for layer in layers))
     share = lost / squares if squares else 0.0
     facts: dict[str, Any] = {
-        "layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": survived(1 - share),
+        "layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": survived(1 - share, share),
     }  # fmt: skip
     if layers and all("weight" in layer for layer in layers):
         size = sqrt(fsum(layer["weight"] ** 2 for layer in layers))

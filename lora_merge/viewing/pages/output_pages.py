@@ -82,9 +82,7 @@ def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
 def _adapters(page: PageContent, facts: Values) -> None:
     """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
     rows = [*facts["coverage"].items()]
-    sampled = {row["adapter"]: row for row in (facts["verified"] or {}).get("retained", ())}
     measured = (facts["numbers"] or {}).get("all", {}).get("adapters", [])
-    known = [{**sampled.get(name, {}), **(measures or {})} for (name, _), measures in zip_longest(rows, measured)]
     page.table(
         "Adapters",
         ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": SURVIVES, **SHARE_COLUMN}],
@@ -94,10 +92,10 @@ def _adapters(page: PageContent, facts: Values) -> None:
                 strengths(c["strengths"]),
                 c["matched"],
                 c["total"],
-                measures.get("change"),
-                measures.get("retained"),
+                (measures or {}).get("change"),
+                (survives or {}).get("share"),
             ]
-            for (name, c), measures in zip(rows, known, strict=True)
+            for (name, c), measures, survives in zip_longest(rows, measured, facts["survival"])
         ),
         first=True,
     )
@@ -342,7 +340,7 @@ def _job(job: Values) -> list[Any]:
     adapters = adapters or ", ".join(f"{a['name']} {a['strength']:g}×" for a in job.get("adapters") or ())
     why = f"{job['status']}: {job['error']['what']}" if job.get("error") else job["status"]
     return [job["number"], output, why, adapters, report.get("written"), job.get("seconds") or None,
-            every.get("ratio"), every.get("retained")]  # fmt: skip
+            every.get("ratio"), every.get("share")]  # fmt: skip
 
 
 def _times(adapter: Values) -> str:
