@@ -210,11 +210,11 @@ def survival_rows(
     """Yield how much of the change of each adapter survives. `adapters`: names and strengths by component; `survival`:
     the judgements, in their order; `method`: what makes one change of them, of which each has a part; `each`: with a
     row for each adapter, however many there are."""
-    part = f"what {method} makes of it" * METHODS[method].combines
     rows = [(name, *_applied(by_part), row["share"]) for (name, by_part), row in zip(adapters, survival, strict=True)]
     if each or len(rows) <= ADAPTER_ROWS:
         for name, strength, parts, share in rows:
             what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
+            part = of_change(method, "it") if METHODS[method].combines else ""
             judged_first = "" if share is None else f"{judged(share, part)}: "
             yield Fact("survives" if judged_first else "adapter", judged_first + what,
                        style="" if share is None else grade(share).style)  # fmt: skip
@@ -223,10 +223,15 @@ def survival_rows(
     known = [(share, name) for name, _, _, share in rows if share is not None]
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
-        of_each, of_one = (judged(least, part.replace("it", of) or of)
+        of_each, of_one = (judged(least, of_change(method, of))
                            for of in ("each adapter's change", f"the change of {name}"))  # fmt: skip
         words = of_one if spoken(least) == NOTHING else f"at least {of_each}; lowest: {name}"
         yield Fact("survives", words, style=grade(least).style)
+
+
+def of_change(method: str, change: str) -> str:
+    """Return what of a change a method writes: "what ties makes of the change"; the change itself if it is added."""
+    return f"what {method} makes of {change}" if METHODS[method].combines else change
 
 
 def trigger_words(coverage: Mapping[str, Any]) -> list[str]:

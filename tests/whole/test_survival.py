@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,27 @@ def test_advice_on_a_dtype_keeps_the_change(tmp_path: Path, dtype: str, scale: f
     for value in dtypes:
         after = merged(*with_fix(options, shlex.join(["--dtype", value, *exactly])))
         assert after["numbers"]["all"]["share"] >= ENOUGH, value
+
+
+def test_survival_in_a_coarse_dtype_falls_with_the_strength(files: Path) -> None:
+    """Without a jump, and never "good" where rounding is larger than the change."""
+    words = ["base.safetensors", "--dtype", "fp8_e4m3fn", "--no-verify"]
+    reports = [reported(*words, f"a.safetensors:{strength}") for strength in (0.2, 0.05, 0.02, 0.005, 0.001)]
+    shares, noises = zip(*((r["survival"][0]["share"], r["numbers"]["all"]["noise"]) for r in reports), strict=True)
+    assert [*shares] == sorted(shares, reverse=True) and [*noises] == sorted(noises)
+    assert shares[0] > 0.8 > 0.005 > shares[-1] and all(a < 12 * b for a, b in pairwise(shares))
+    assert all(share < 0.55 for share, noise in zip(shares, noises, strict=True) if noise >= 1)
+    text = run(*words, "a.safetensors:0.001", "-o", files / "text.safetensors")
+    larger = f"which is {float(f'{noises[-1]:.2g}'):g} times as large; write --dtype fp32"
+    assert larger in text.err and judged(shares[-1]) in text.out
+
+
+@pytest.mark.parametrize("method", ["ties", "compose"])
+def test_share_with_a_method_is_that_of_what_the_method_makes(files: Path, method: str) -> None:
+    words = ["base.safetensors", "a.safetensors:0.1", "b.safetensors:0.1", "--method", method]
+    text = run(*words, "-o", files / "m.safetensors", "--html", files / "page.html")
+    part = "of what ties makes of it" if method == "ties" else "%"
+    page = (files / "page.html").read_text(encoding="utf-8")
+    for words_of in (text.out, run("verify", files / "m.safetensors").out):
+        assert words_of.count(f"{part} (good): 0.1 × ") == 2
+    assert ("what ties makes of the change (good) survives" in page) == (method == "ties")

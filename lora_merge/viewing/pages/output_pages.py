@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...facts import line, strengths
-from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, trigger_words
+from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, of_change, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
 from ...text import listed, plural
 from ..json_schemas import kind_of
@@ -75,8 +75,9 @@ def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
     if not facts["verified"]:
         return "warning", f"Merged, and not verified: {changed}."
     known = [row["share"] for row in facts["survival"] if row["share"] is not None]
-    survives = f"; {judged(least, 'the change')} survives" if (least := worst(known)) is not None else ""
-    return "good", f"Merged and verified: {changed}{survives}."
+    if (least := worst(known)) is not None:
+        changed += f"; {judged(least, of_change(facts['method'], 'the change'))} survives"
+    return "good", f"Merged and verified: {changed}."
 
 
 def _adapters(page: PageContent, facts: Values) -> None:
