@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +174,13 @@ def test_advice_on_digits_is_a_dtype(files: Path) -> None:
     assert reported(*with_fix(words, first["survival"]["fix"]))["energy"] > 0.99
 
 
+def test_rank_above_that_of_all_layers_has_a_note(files: Path) -> None:
+    del files
+    notes = [reported("resize", "a.safetensors", "--rank", rank)["notes"] for rank in ("90", "16", "8")]
+    uncut = [[note for note in some if "cuts nothing" in note] for some in notes]
+    assert uncut == [["no layer has a rank above 16: rank 90 cuts nothing"], [], []]
+
+
 def test_change_that_survives_has_no_advice(files: Path) -> None:
     del files
     report = reported("resize", "a.safetensors", "--rank", "16")
@@ -224,11 +230,11 @@ def test_survival_in_a_coarse_dtype_falls_with_the_strength(files: Path) -> None
     reports = [reported(*words, f"a.safetensors:{strength}") for strength in (0.2, 0.05, 0.02, 0.005, 0.001)]
     shares, noises = zip(*((r["survival"][0]["share"], r["numbers"]["all"]["noise"]) for r in reports), strict=True)
     assert [*shares] == sorted(shares, reverse=True) and [*noises] == sorted(noises)
-    assert shares[0] > 0.8 > 0.005 > shares[-1] and all(a < 12 * b for a, b in pairwise(shares))
+    assert shares[0] > 0.8 > 0.3 > shares[1] > 0.03 > 0.01 > shares[3] > shares[4]
     assert all(share < 0.55 for share, noise in zip(shares, noises, strict=True) if noise >= 1)
     text = run(*words, "a.safetensors:0.001", "-o", files / "text.safetensors")
     larger = f"which is {float(f'{noises[-1]:.2g}'):g} times as large; write --dtype fp32"
-    assert larger in text.err and judged(shares[-1]) in text.out
+    assert larger in text.out and judged(shares[-1]) in text.out
 
 
 @pytest.mark.parametrize("method", ["ties", "compose"])
