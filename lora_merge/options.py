@@ -396,7 +396,7 @@ SAME_DTYPE: Final = {
 PLAIN_FP8: Final = ("fp8_e4m3fn", "fp8_e5m2")
 """The dtypes of fp8 without scales."""
 
-QUANTISED: Final = {
+QUANTISED: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("fp8", "float8", "f8"), ("fp8_scaled", "fp8_block", *PLAIN_FP8)),
     **dict.fromkeys(("int4", "4bit", "w4", "bnb4"), ("nf4", "q4_0", "q4_k")),
     **dict.fromkeys(("fp4", "mxfp4"), ("nvfp4", "nf4")),

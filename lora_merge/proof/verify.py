@@ -371,7 +371,7 @@ def _proof(
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
         "warnings": list(_warnings(plan, merged, measured)),
-        "survival": [judgement(row["adapter"], s.survives) for row, s in zip(shares, measures, strict=True)],
+        "survival": [judgement(str(row["adapter"]), s.survives) for row, s in zip(shares, measures, strict=True)],
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 
