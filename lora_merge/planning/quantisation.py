@@ -120,7 +120,7 @@ def _nothing_to_quantise(job: Job, base: Index, names: Names, form: OutputFormat
     """Return the error for a base of which no weight is quantised, with the reason."""
     fix, large = "write `--dtype keep`", [base.tensors[key] for key, _ in _quantisable(base, names)]
     if any(_coded(base, form, info) for info in large):
-        why, fix = "those that could be keep their precision", f"{fix}, or change --keep-precision"
+        why, fix = "those that could be keep their precision", "write `--dtype keep`, or change --keep-precision"
     elif not large:
         why = f"no matrix has {LEAST_SIDE} rows and columns or more, in multiples of {UNIT}"
     elif job.dtype in GGUF_TYPES:
@@ -128,7 +128,7 @@ def _nothing_to_quantise(job: Job, base: Index, names: Names, form: OutputFormat
         why = f"rows of {rows} values do not fill blocks of {GGML_TYPES[job.dtype.upper()].unit[0]}"
         of_bits = sorted(GGUF_TYPES, key=lambda name: name[:2] != job.dtype[:2])  # q4_0 for q4_k
         smaller = next((name for name in of_bits if any(map(_blocks_of(base, name.upper()), large))), None)
-        fix = f"write `--dtype {smaller}`, or keep" if smaller else fix
+        fix = f"write `--dtype {smaller}`" if smaller else fix
     else:
         why = "no weight has a shape, and names for its scales, that the format takes"
     return UsageError("the base has no weight to quantise", f"{base.path}: `--dtype {job.dtype}`: {why}", fix)
