@@ -118,11 +118,14 @@ def _forms(job: Job, base: Index, names: Names, form: OutputFormat, excepted: Pa
 
 def _nothing_to_quantise(job: Job, base: Index, names: Names, form: OutputFormat) -> UsageError:
     """Return the error for a base of which no weight is quantised, with the reason."""
-    fix, large = "write `--dtype keep`", [base.tensors[key] for key, _ in _quantisable(base, names)]
-    if any(_coded(base, form, info) for info in large):
-        why, fix = "those that could be keep their precision", "write `--dtype keep`, or change --keep-precision"
+    fix, precise_name = "write `--dtype keep`", _precise(job, base)
+    every = {key: base.tensors[key] for key, _ in _quantisable(base, names)}
+    large = [info for key, info in every.items() if not precise_name(key)]
+    if any(_coded(base, form, info) for info in every.values()):
+        why = "its weights keep their precision, by their names or by --keep-precision"
+        fix = "write `--dtype keep`, or change --keep-precision"
     elif not large:
-        why = f"no matrix has {LEAST_SIDE} rows and columns or more, in multiples of {UNIT}"
+        why = f"no matrix inside its blocks has {LEAST_SIDE} rows and columns or more, in multiples of {UNIT}"
     elif job.dtype in GGUF_TYPES:
         rows = listed(map(str, sorted({info.shape[-1] for info in large})), 3)
         why = f"rows of {rows} values do not fill blocks of {GGML_TYPES[job.dtype.upper()].unit[0]}"
