@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -16,9 +17,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..adapter_arguments import right_form
 from ..command import MERGE
-from ..errors import UsageError
+from ..errors import MergeError, UsageError
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
 from .corrected_line import flags, in_places, line, split_words
 from .foreign_options import alike, right_value
@@ -192,7 +193,7 @@ def typed() -> str:
     return " ".join(["lora-merge", *sys.argv[1:]])[:200]
 
 
-def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> UsageError:
+def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> MergeError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = " ".join(context.command_path.split()[1:]) if context is not None else ""
@@ -212,9 +213,23 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}; {see}"
         return UsageError(f"there is no command {unknown[1]!r}", typed(), fix).instead(unknown[1], *near)
     known = context.command if context is not None else commands.get(command)
+    if text.startswith("Missing option") and (model := _model_as_adapter(known)):
+        return model
     fix = f"{_own_line(error, text, command, known)}{see}"
     text = re.sub(r"^Got unexpected extra argument\(?(s?)\)? \((.*)\)", r"unexpected extra argument: \2", text)
     return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), fix)
+
+
+def _model_as_adapter(command: Any) -> MergeError | None:
+    """Return the error for a model in the place of the adapter of a command, which a missing option would hide."""
+    from ..adapters.modules import model_in_its_place
+    from ..files.checkpoint import open_checkpoint
+
+    words = sys.argv[1:] if any(parameter.name == "adapter" for parameter in command.params) else []
+    for word in filter(exists, words):
+        with suppress(MergeError):  # the command itself reports it
+            return model_in_its_place(open_checkpoint(expand(word), adapter=True))
+    return None
 
 
 def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
