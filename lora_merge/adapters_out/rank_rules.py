@@ -239,9 +239,14 @@ class RankRules:
             raise UsageError("a size is shared by all layers", "--conv-rank or --rank-for", "give it as --rank")
         return cls(linear, kernels, parts)
 
+    @property
+    def stated(self) -> tuple[Rule, ...]:
+        """All rules."""
+        return self.linear, self.kernels, *(rule for _, rule in self.parts)
+
     def all_are(self, name: str) -> bool:
         """Return whether all rules have this name."""
-        return {rule.name for rule in (self.linear, self.kernels, *(rule for _, rule in self.parts))} == {name}
+        return {rule.name for rule in self.stated} == {name}
 
     def on(self, names: Names | None, layers: Iterable[tuple[str, str, Sequence[str]]]) -> RankRules:
         """Return the rules for the layers of a model; of several parts with a layer, the last one decides.
@@ -266,7 +271,7 @@ class RankRules:
 
     def has(self, name: str) -> bool:
         """Return whether a rule of this name is among them."""
-        return name in (self.linear.name, self.kernels.name, *(rule.name for _, rule in self.parts))
+        return any(rule.name == name for rule in self.stated)
 
     @property
     def together(self) -> bool:

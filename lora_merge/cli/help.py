@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -16,9 +17,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..adapter_arguments import right_form
 from ..command import MERGE
-from ..errors import UsageError
+from ..errors import MergeError, UsageError
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .corrected_line import flags, in_places, line, split_words
@@ -193,7 +194,7 @@ def typed() -> str:
     return " ".join(["lora-merge", *sys.argv[1:]])[:200]
 
 
-def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> UsageError:
+def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> MergeError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = " ".join(context.command_path.split()[1:]) if context is not None else ""
@@ -217,6 +218,8 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         near = get_close_matches(no_command[1], getattr(known, "commands", ()), 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(getattr(known, 'commands', ()))}; {see}"
         return UsageError(f"there is no command {no_command[1]!r}", typed(), fix).instead(no_command[1], *near)
+    if text.startswith("Missing option") and (model := _model_as_adapter(known)):
+        return model
     fix = f"{_own_line(error, text, command, known)}{see}"
     extra = _extra(text)
     what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
@@ -227,6 +230,18 @@ def _extra(text: str) -> list[str]:
     """Return the words for which a command has no place, from the text of click."""
     words = re.fullmatch(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)\.?", text)
     return words[1].split(" ") if words else []
+
+
+def _model_as_adapter(command: Any) -> MergeError | None:
+    """Return the error for a model in the place of the adapter of a command, which a missing option would hide."""
+    from ..adapters.modules import model_in_its_place
+    from ..files.checkpoint import open_checkpoint
+
+    words = sys.argv[1:] if any(parameter.name == "adapter" for parameter in command.params) else []
+    for word in filter(exists, words):
+        with suppress(MergeError):  # the command itself reports it
+            return model_in_its_place(open_checkpoint(expand(word), adapter=True))
+    return None
 
 
 def _own_line(error: Exception, text: str, command: str, known: Any) -> str:

@@ -403,10 +403,13 @@ def test_names_of_dtypes(tmp_path: Path, text: str, name: str) -> None:
     assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", dtype=text).dtype == name
 
 
-def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
-    code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", "fp8")
+@pytest.mark.parametrize("name", ["fp8", "float8"])
+def test_name_of_several_dtypes_is_answered_with_them(run: Run, name: str) -> None:
+    """And with what each is for."""
+    code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", name)
     assert code == 2
-    assert "fp8_e4m3fn, fp8_e5m2" in err
+    assert "fp8_e4m3fn, fp8_e5m2" in err and "fp8_scaled: scales, a file for ComfyUI; " in err
+    assert "int8" not in err
 
 
 @pytest.mark.few(7)
