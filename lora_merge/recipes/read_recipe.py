@@ -17,7 +17,7 @@ from ..addresses import parse
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
-from ..files.checkpoint import Index, open_checkpoint
+from ..files.checkpoint import Index
 from ..job import Adapter, Job, make_job
 from ..options import OPTIONS
 from ..planning.recipe import KEY, parsed
@@ -69,11 +69,10 @@ class Recipe:
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
 
-def open_merged(path: Path) -> Index:
-    """Return the tensors of a checkpoint that adapters may be taken out of; InputError for an adapter."""
-    index = open_checkpoint(path)
+def as_merged(index: Index) -> Index:
+    """Return a checkpoint that adapters may be taken out of; InputError for an adapter."""
     if KEY not in index.metadata and looks_like_adapter(index):
-        raise InputError("an adapter, not a merged checkpoint", str(path),
+        raise InputError("an adapter, not a merged checkpoint", str(index.path),
                          "name the merged checkpoint first, and after it the adapters to take out")  # fmt: skip
     return index
 

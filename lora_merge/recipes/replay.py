@@ -44,7 +44,7 @@ from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
 from .find_inputs import SEARCH, around, different, find, record
-from .read_recipe import NAME_ADAPTERS, Recipe, damaged, input_of, open_merged, read_recipe, uses_of
+from .read_recipe import NAME_ADAPTERS, Recipe, as_merged, damaged, input_of, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
@@ -157,7 +157,7 @@ def _followed(job: Job, index: Index) -> Plan:
 
 def refuse_to_unmerge(merged: Path, *, named: bool = False) -> NoReturn:
     """Raise a UsageError that says how to get a merge without one of its adapters. `named`: whether they are named."""
-    index = open_merged(merged)
+    index = as_merged(open_checkpoint(merged))
     output = f"`-o {typed([f'{merged.stem}-unmerged{merged.suffix}'])}`"
     if named and KEY not in index.metadata:
         raise UsageError("no output is named", str(merged), f"name it: {output}")

@@ -31,7 +31,7 @@ from ..proof.reference.floats import precision
 from ..report import NOT_THE_BASE
 from ..text import Note, listed, quoted
 from .find_inputs import around, different, find
-from .read_recipe import NAME_ADAPTERS, Input, Recipe, damaged, history, open_merged, read_recipe
+from .read_recipe import NAME_ADAPTERS, Input, Recipe, as_merged, damaged, history, read_recipe
 
 SHARED_OPTIONS: Final = ("setting", "unmatched", "compute_dtype")
 """Options of the merge that taking it back has too, where the user gives no others."""
@@ -53,8 +53,7 @@ def unmerge_job(
     `adapters`: as for `merge`; a path alone has the strengths of the recipe. None: the adapters of the recipe, searched
     by content. FitError for a merge that is no sum.
     """
-    index = open_merged(merged)
-    recipes = _recipes(merged) if adapters else [read_recipe(index, NAME_ADAPTERS)]
+    recipes = _recipes(merged) if adapters else [read_recipe(as_merged(open_checkpoint(merged)), NAME_ADAPTERS)]
     recorded: dict[str, Any] = {}
     for recipe in recipes[:1]:
         _expect_sum(recipe, merged)
@@ -282,10 +281,12 @@ def _typed(name: str, strength: float, parts: Iterable[tuple[str, float]]) -> st
 
 
 def _recipes(merged: Path) -> list[Recipe]:
-    """Return the recipes of a checkpoint, the last merge first; [] without one."""
-    with suppress(InputError):
-        return history(open_checkpoint(merged))
-    return []
+    """Return the recipes of a checkpoint, the last merge first; [] without one, or if it cannot be read yet."""
+    try:
+        index = open_checkpoint(merged)
+    except InputError:  # the plan reports it; in a batch, a job before may write the file
+        return []
+    return history(as_merged(index))
 
 
 def _instead(recipe: Recipe | None) -> str:

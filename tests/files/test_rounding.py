@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,8 @@ def test_plain_numbers_are_rounded_so_too_and_windows_do_not_matter(dtype: str, 
         out, memory = tmp_path / f"{number}.safetensors", "8MiB" if number else "1GiB"
         lora_merge.merge(source, path, out, dtype=dtype, rounding="stochastic", seed=seed, max_memory=memory)
         found.append(load(out))
-    found.append(lora_merge.merge_state_dict(weights, [small()], dtype=dtype, rounding="stochastic"))
+    with pytest.warns(UserWarning, match="lost in the rounding") if dtype.startswith("fp8") else nullcontext():
+        found.append(lora_merge.merge_state_dict(weights, [small()], dtype=dtype, rounding="stochastic"))
     raw = [t[f"{NAMES[0]}.weight"].view(torch.uint8) for t in found]
     assert torch.equal(raw[0], raw[1])
     assert torch.equal(raw[0], raw[3])
