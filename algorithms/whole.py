@@ -78,7 +78,7 @@ def full_rank_scalars(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
 
 FULL = Algorithm(
     "full", FullTensors, fitted_shapes, delta, "LyCORIS", row_axes={"diff": 0}, accumulate=accumulate,
-    layout="stored", weight_shape=shape_of_slot("diff"),
+    stores="change", layout="stored", weight_shape=shape_of_slot("diff"),
 )  # fmt: skip
 SET = Algorithm(
     "set", FullTensors, fitted_shapes, set_delta, "PEFT", row_axes={"diff": 0}, reads_base=True,
@@ -88,5 +88,5 @@ SET = Algorithm(
 FULL_RANK = Algorithm(
     "full_rank", FullRankTensors, fitted_shapes, full_rank_delta, "ai-toolkit",
     scalars_from=full_rank_scalars, row_axes={"down": 0},
-    in_peft="never",
+    stores="change", in_peft="never",
 )  # fmt: skip
