@@ -31,7 +31,7 @@ from ..models.inferred_base import (
 from ..models.names import Names
 from ..models.network import Component
 from ..models.weights import whole
-from ..planning.make_plan import Inputs
+from ..planning.inputs import Inputs
 from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import Filled, Place, places

@@ -47,8 +47,10 @@ from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands,
 from ..models.blocks import groups
 from ..models.names import names
 from ..options import a_list
+from ..planning.changes import Matched, check_stored, match
 from ..planning.downloads import downloaded_paths
-from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
+from ..planning.inputs import Inputs
+from ..planning.make_plan import outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted, watched
 from ..text import listed, number_of, one_line, plural

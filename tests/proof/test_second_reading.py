@@ -28,7 +28,9 @@ from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
 from lora_merge.models.weights import Weight
-from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
+from lora_merge.planning.changes import Matched, matches
+from lora_merge.planning.inputs import Inputs
+from lora_merge.planning.make_plan import outputs
 from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.second_reading.claims import _spans as spans
 from lora_merge.proof.second_reading.comparison import UNKNOWN_PARTS, Confirmation, check_sources, compare
