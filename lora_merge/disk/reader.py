@@ -134,7 +134,7 @@ class Reader:
 
     def expect(self, pieces: Iterable[tuple[StoredTensor, int, int]]) -> None:
         """Start to read bytes of tensors ahead, which will soon be read in small pieces: (tensor, first, count)."""
-        far: dict[Path, list[tuple[int, int]]] = {}
+        far = []
         for info, first, count in pieces:
             if isinstance(info.source, Memory):
                 continue
@@ -142,10 +142,23 @@ class Reader:
             if file.remote is None:
                 file.ahead.expect(file.fd, info.offset + first, count)
             else:
-                far.setdefault(info.source, []).append((info.offset + first, count))
-        for path, ranges in far.items():
-            if (remote_file := self._files[path].remote) is not None:
-                remote_file.expect(ranges)
+                far.append((info, first, count))
+        for remote_file, ranges in self._remote_ranges(far):
+            remote_file.expect(ranges)
+
+    def keep(self, pieces: Iterable[tuple[StoredTensor, int, int]]) -> None:
+        """Keep such bytes of files of other machines when larger reads bring them."""
+        for remote_file, ranges in self._remote_ranges(pieces):
+            remote_file.keep(ranges)
+
+    def _remote_ranges(
+        self, pieces: Iterable[tuple[StoredTensor, int, int]]
+    ) -> list[tuple[RemoteFile, list[tuple[int, int]]]]:
+        ranges: dict[Path, list[tuple[int, int]]] = {}
+        for info, first, count in pieces:
+            if not isinstance(info.source, Memory) and self._files[info.source].remote is not None:
+                ranges.setdefault(info.source, []).append((info.offset + first, count))
+        return [(file, some) for path, some in ranges.items() if (file := self._files[path].remote) is not None]
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""

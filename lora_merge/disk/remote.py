@@ -10,10 +10,11 @@ import io
 import os
 import sys
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -37,8 +38,8 @@ NEAR_BYTES: Final = 256 << 10
 a request takes."""
 
 EXPECTED: Final = 64 << 20
-"""Bytes of small reads of all files that are begun before they are needed; later ones are read when they are, and those
-that were begun first are dropped for new ones."""
+"""Bytes of small reads of all files that are begun, or kept, before they are needed; later ones are read when they are,
+and the first are dropped for new ones."""
 
 RANGES_AT_ONCE: Final = 8
 """Ranges of one read that are read side by side: object stores give one of them about 100 MB/s."""
@@ -53,7 +54,8 @@ ReadRange: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 _received, _counting = 0, threading.Lock()
 
 _begun: deque[tuple[RemoteFile, int, int]] = deque()
-"""The small reads that were begun, in their order: file, first byte, the byte behind the last."""
+"""The small reads that were begun or kept, in their order: file, first byte, the byte behind the last."""
+_begun_bytes = 0
 _expecting = threading.Lock()
 
 
@@ -72,52 +74,79 @@ class RemoteFile:
         self._chunks: OrderedDict[int, bytes | memoryview] = OrderedDict()
         self._expected: dict[int, tuple[int, Future[bytes | memoryview]]] = {}  # from → to, the bytes
         self._starts: list[int] = []
+        self._to_keep: list[tuple[int, int]] = []  # from, to
 
     def _read(self, offset: int, count: int) -> bytes | memoryview:
         global _received
         data = self._source(offset, count)
         with _counting:
             _received += len(data)
+        if self._to_keep:
+            self._keep_parts(offset, memoryview(data))
         return data
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to read small ranges (offset, size), which will be read one after another, but for single numbers that
-        came with the header."""
-        groups: list[tuple[int, int]] = []  # from, to
-        for offset, size in sorted(ranges):
-            if size <= WIDEST_NUMBER and self._came_with_header(offset, size):
-                continue
-            if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
-                groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
-            elif size <= WEIGHT_RANGE:
-                groups.append((offset, offset + size))
+    def keep(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Keep small ranges (offset, size) for a later reader when larger reads bring their bytes."""
+        room, groups = EXPECTED, _groups(ranges, gap=0)
         with _expecting:
-            room = EXPECTED
-            for start, end in groups:
+            self._to_keep = [(start, end) for start, end in groups if (room := room - (end - start)) >= 0]
+
+    def _keep_parts(self, offset: int, data: memoryview) -> None:
+        stop, rest = offset + len(data), list[tuple[int, int]]()
+        with _expecting:
+            first = bisect_right(self._to_keep, offset, key=itemgetter(1))
+            last = bisect_left(self._to_keep, stop, key=itemgetter(0))
+            for start, end in self._to_keep[first:last]:
+                low, high = max(start, offset), min(end, stop)
+                self._add(low, high, _done(bytes(data[low - offset : high - offset])))
+                rest += [(a, b) for a, b in ((start, low), (high, end)) if a < b]
+            self._to_keep[first:last] = rest
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Begin to read small ranges (offset, size), which will be read one after another, but for those that are kept
+        and single numbers that came with the header."""
+        missing = [(at, size) for at, size in ranges if not (self._has(at, size) or self._came_with_header(at, size))]
+        room = EXPECTED
+        with _expecting:
+            for start, end in _groups(missing, gap=NEAR_BYTES):
                 room -= end - start
                 if room >= 0 and start not in self._expected:
-                    _begun.append((self, start, end))
-                    self._expected[start] = end, _connections().submit(self._read, start, end - start)
-            while sum(end - start for _, start, end in _begun) > EXPECTED:
-                file, start, _ = _begun.popleft()
-                file._drop(start)
-            self._starts = sorted(self._expected)
+                    self._add(start, end, _connections().submit(self._read, start, end - start))
+
+    def _add(self, start: int, end: int, data: Future[bytes | memoryview]) -> None:
+        global _begun_bytes
+        if start in self._expected and self._expected[start][0] >= end:
+            return
+        number = bisect_left(self._starts, start)
+        while number < len(self._starts) and self._expected[self._starts[number]][0] <= end:
+            del self._expected[self._starts.pop(number)]  # which it has, too
+        self._starts.insert(number, start)
+        self._expected[start] = end, data
+        _begun.append((self, start, end))
+        _begun_bytes += end - start
+        while _begun_bytes > EXPECTED:
+            file, first, stop = _begun.popleft()
+            _begun_bytes -= stop - first
+            file._drop(first)
 
     def _drop(self, start: int) -> None:
-        self._expected.pop(start, None)
-        self._starts = sorted(self._expected)
+        if self._expected.pop(start, None):
+            self._starts.remove(start)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill a buffer from an offset on; return the number of bytes, which are fewer at the end of the file."""
         count = max(0, min(len(buffer), self.size - offset))
-        if (piece := self._of_expected(offset, count)) is not None:
-            buffer[:count] = piece
-        elif count <= SMALL_RANGE:
-            self._from_chunks(buffer[:count], offset)
-        elif count <= WEIGHT_RANGE:
-            buffer[:count] = self._read(offset, count)
+        done = 0
+        while done < count and (piece := self._of_expected(offset + done, count - done)):
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+        rest, at = buffer[done:count], offset + done
+        if len(rest) <= SMALL_RANGE:
+            self._from_chunks(rest, at)
+        elif len(rest) <= WEIGHT_RANGE:
+            rest[:] = self._read(at, len(rest))
         else:
-            self._side_by_side(buffer[:count], offset)
+            self._side_by_side(rest, at)
         return count
 
     def _side_by_side(self, buffer: memoryview, offset: int) -> None:
@@ -132,17 +161,29 @@ class RemoteFile:
             piece = future.result()
             buffer[at : at + len(piece)] = piece
 
-    def _of_expected(self, offset: int, count: int) -> bytes | memoryview | None:
+    def _piece(self, offset: int) -> tuple[int, int, Future[bytes | memoryview]] | None:
+        """Return the expected or kept piece that has the byte at an offset: its begin, its end, its bytes."""
         with _expecting:
             number = bisect_right(self._starts, offset) - 1
             if number < 0:
                 return None
             start = self._starts[number]
-            end, future = self._expected[start]
-        if not count or offset + count > end:
+            end, data = self._expected[start]
+        return (start, end, data) if offset < end else None
+
+    def _has(self, offset: int, size: int) -> bool:
+        at = offset
+        while at < offset + size and (piece := self._piece(at)):
+            at = piece[1]
+        return at >= offset + size
+
+    def _of_expected(self, offset: int, most: int) -> bytes | memoryview | None:
+        """Return at most so many bytes from an offset on, as far as an expected or kept piece has them."""
+        if (piece := self._piece(offset)) is None:
             return None
+        start, _, data = piece
         try:
-            return future.result()[offset - start : offset - start + count]
+            return data.result()[offset - start : offset - start + most]
         except Exception:  # the next read, as of a second try, asks the other machine again
             with _expecting:
                 self._drop(start)
@@ -157,9 +198,9 @@ class RemoteFile:
             done += len(piece)
 
     def _came_with_header(self, offset: int, size: int) -> bool:
-        """Return whether the bytes were read and kept, as those near a header are."""
+        """Return whether these are the bytes of a single number that were read and kept, as those near a header are."""
         numbers = range(offset // SMALL_RANGE, -(-(offset + size) // SMALL_RANGE))
-        return all(number in self._chunks for number in numbers)
+        return size <= WIDEST_NUMBER and all(number in self._chunks for number in numbers)
 
     def _chunk(self, number: int) -> bytes | memoryview:
         with self._lock:
@@ -170,6 +211,26 @@ class RemoteFile:
                     self._chunks.popitem(last=False)
             self._chunks.move_to_end(number)
             return self._chunks[number]
+
+
+def _groups(ranges: Iterable[tuple[int, int]], *, gap: int) -> list[tuple[int, int]]:
+    """Return ranges (offset, size) as (from, to), in order; those with at most `gap` bytes between them are one, if it
+    is no longer than a range of weights. Longer ranges are left out."""
+    groups: list[tuple[int, int]] = []
+    for offset, size in sorted(ranges):
+        if groups and offset - groups[-1][1] <= gap and offset + size - groups[-1][0] <= WEIGHT_RANGE:
+            groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
+        elif size <= WEIGHT_RANGE:
+            groups.append((offset, offset + size))
+    return groups
+
+
+def _done(data: bytes) -> Future[bytes | memoryview]:
+    from concurrent.futures import Future  # imported here, as below
+
+    future: Future[bytes | memoryview] = Future()
+    future.set_result(data)
+    return future
 
 
 @cache

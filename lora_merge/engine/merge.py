@@ -28,7 +28,7 @@ from ..planning.output_files import Card, contents
 from ..planning.plan import Plan, coverage, files
 from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
-from ..proof.verify import verify
+from ..proof.verify import keep_samples, verify
 from ..report import Report
 from ..sources.outputs import present
 from ..survival import judgement
@@ -94,6 +94,7 @@ def _write(
         return ()
     plans, first = [o.plan for o in outputs], outputs[0].plan
     inputs = [p for plan in plans for p in plan.inputs]
+    keep_samples([plan for plan in plans if plan.job.verify], reader)
     digests = stack.enter_context(RunningHashes(reader, first.base.files, inputs, ahead=len(plans) == 1))
     return Pipeline(plans, [o.part for o in outputs], digests, progress).run()
 

@@ -86,7 +86,7 @@ class LevelTable:
 
     def __init__(self, levels: Any) -> None:
         """`levels`: in any order; equal ones count once."""
-        self.levels: Array = np.unique(np.asarray(levels, np.float64))
+        self.levels: Array = np.array(sorted({*np.ravel(levels).tolist()}), np.float64)  # np.unique imports numpy.ma
         self._middles = (self.levels[1:] + self.levels[:-1]) / 2
         gaps = np.diff(self.levels)
         self._gaps = np.concatenate([gaps[:1], gaps, gaps[-1:]])

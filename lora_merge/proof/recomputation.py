@@ -81,10 +81,12 @@ class Recomputation:
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
 
     def expected(self, target: OutputTensor) -> Iterator[tuple[int, int]]:
-        """Yield (first byte, bytes) of the rows of a merged tensor that `check` will read."""
+        """Yield (first byte, bytes) of the rows of a merged tensor that `check` and `confirm` will read."""
         if target.name not in self.left_out:
-            cols, size = target.matrix[1], target.packing.encoding.nbytes
-            yield from ((size(first * cols), size(count * cols)) for first, count in runs(self._chosen(target)))
+            cols, size, rows = target.matrix[1], target.packing.encoding.nbytes, self._chosen(target)
+            if (recorded := self.recorded.get(target.name)) is not None:
+                rows = np.array(sorted({*rows.tolist(), *recorded.rows}))
+            yield from ((size(first * cols), size(count * cols)) for first, count in runs(rows))
 
     def _chosen(self, target: OutputTensor) -> Array:
         if self.full:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -94,6 +95,20 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
 
 
+def keep_samples(plans: Iterable[Plan], reader: Reader) -> None:
+    """Let the reader keep what default proofs will read of inputs on other machines, when the merge reads it."""
+    if any(map(remote, reader.paths)):
+        reader.keep(_of_inputs(piece for plan in plans for piece in _sample(plan, reader)))
+
+
+def _sample(plan: Plan, reader: Reader) -> Iterator[Range]:
+    with ThreadPoolExecutor(1) as pool:
+        merged = Recomputation(plan, reader, pool, full=False)
+    for file in plan.files:
+        unmerged = _unmerged(file.targets, Counter(), merged.scales, full=False)
+        yield from (*map(stretch, neighbours(unmerged)), *_rows(file.targets, merged))
+
+
 def _coded_outputs(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> dict[str, Coded]:
     """Return how the merged weights of codes are read from the output; `targets`: the tensors in each of the files."""
     coded = [t for some in targets for t in some if t.packed and not t.copied]
@@ -123,8 +138,7 @@ def _check(
         groups_of_ranges = list(neighbours(_unmerged(targets, compared, merged.scales, full=merged.full)))
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
             if not merged.full:
-                rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
-                ahead.submit(_expect, fd, reader, [*map(stretch, groups_of_ranges), *rows])
+                ahead.submit(_expect, fd, reader, [*map(stretch, groups_of_ranges), *_rows(targets, merged)])
             for some in groups_of_ranges:
                 if len(some) == 1 or not _same(*stretch(some), fd, reader):
                     for target, first, count in some:
@@ -140,6 +154,10 @@ def _check(
     finally:
         if isinstance(fd, int):
             os.close(fd)
+
+
+def _rows(targets: Sequence[OutputTensor], merged: Recomputation) -> list[Range]:
+    return [(t, *bytes_of_rows) for t in targets if t.uses for bytes_of_rows in merged.expected(t)]
 
 
 def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[OutputTensor, ...]:
@@ -197,18 +215,24 @@ def _expect(fd: Written, reader: Reader, pieces: Sequence[Range]) -> None:
         advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
     else:
         fd.expect((target.offset + first, count) for target, first, count in pieces)
-    reader.expect(_read_of_inputs(fd, pieces))
+    reader.expect(_of_inputs(_asked_for(fd, pieces)))
 
 
-def _read_of_inputs(fd: Written, pieces: Sequence[Range]) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Yield the pieces of the inputs that pieces of the output are compared with, which the system is asked for."""
+def _asked_for(fd: Written, pieces: Iterable[Range]) -> Iterator[Range]:
+    """Yield pieces of the output, after the system was asked to fetch them."""
     ahead = ReadAhead()
     for target, first, count in pieces:
         if isinstance(fd, int):
             ahead.expect(fd, target.offset + first, count)
-        source, read, written = target.source, target.weight.packing.encoding, target.packing.encoding
+        yield target, first, count
+
+
+def _of_inputs(pieces: Iterable[Range]) -> Iterator[tuple[StoredTensor, int, int]]:
+    """Yield the pieces of the inputs that pieces of the output are compared with."""
+    for target, first, count in pieces:
+        read, written = target.weight.packing.encoding, target.packing.encoding
         if not target.weight.padded:
-            yield source, read.nbytes(written.count(first)), read.nbytes(written.count(count))
+            yield target.source, read.nbytes(written.count(first)), read.nbytes(written.count(count))
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: Written, reader: Reader) -> bool:

@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lora_merge import merge
 from lora_merge.disk import pages, reader, remote
 from lora_merge.disk.pages import PAGE, ReadAhead
 from lora_merge.disk.remote import RemoteFile
 from lora_merge.errors import InputError, ResourceError
 from lora_merge.files.checkpoint import open_checkpoint
+from tests.kit.files import save
 
 
 def test_small_tensor_that_is_cut_off_is_refused(tmp_path: Path) -> None:
@@ -71,3 +73,45 @@ def test_reads_that_were_begun_share_one_budget(monkeypatch: pytest.MonkeyPatch)
         buffer = bytearray(16)
         file.read_into(memoryview(buffer), number)
         assert bytes(buffer) == content[number : number + 16]
+
+
+def test_ranges_are_kept_when_larger_reads_bring_them() -> None:
+    content, reads = bytes(range(256)) * 8192, list[tuple[int, int]]()
+
+    def read(offset: int, count: int) -> bytes:
+        reads.append((offset, count))
+        return content[offset : offset + count]
+
+    file, half = RemoteFile(len(content), read), len(content) // 2
+    pieces = [(300, 40), (320, 60), (half - 8, 16), (half + 500, 8)]
+    file.keep(pieces)
+    for start in (half, 0):
+        file.read_into(memoryview(bytearray(half)), start)
+    for offset, size in pieces:
+        buffer = bytearray(size)
+        file.read_into(memoryview(buffer), offset)
+        assert bytes(buffer) == content[offset : offset + size]
+    assert reads == [(half, half), (0, half)]
+
+
+def test_proof_reads_what_the_merge_read_of_another_machine(tmp_path: Path) -> None:
+    """All unchanged bytes are compared; only the rows that the merge recorded of a changed weight are read again."""
+    names = [f"model.layers.{n}.self_attn.q_proj" for n in range(12)]
+    base = {f"{name}.weight": torch.randn(512, 512).half() for name in names}
+    factors = {f"{name}.lora_{side}.weight": torch.randn(shape) for name in names[:1]
+               for side, shape in (("A", (4, 512)), ("B", (512, 4)))}  # fmt: skip
+    path = save(base, tmp_path / "local.safetensors")
+    adapter = save(factors, tmp_path / "adapter.safetensors")
+    content, counts = path.read_bytes(), []
+    for verify in (False, True):
+        reads, source = list[int](), tmp_path / f"base{verify}.safetensors"
+
+        def read(offset: int, count: int, reads: list[int] = reads) -> bytes:
+            reads.append(count)
+            return content[offset : offset + count]
+
+        remote.place(source, RemoteFile(len(content), read))
+        report = merge(source, [(adapter, 1.0)], tmp_path / f"{verify}.safetensors", verify=verify)
+        assert bool(report.verified) is verify
+        counts.append(sum(reads))
+    assert len(content) <= counts[0] <= counts[1] < counts[0] + len(content) // 12
