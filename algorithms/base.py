@@ -382,11 +382,6 @@ def shape_of_pair(shapes: Shapes) -> Shape | None:
     return (up[0], *down[1:]) if mid is None else (up[0], down[1], *mid[2:])
 
 
-def shape_of_slot(slot: str) -> Callable[[Shapes], Shape | None]:
-    """Return the rule that a slot has the shape of the weight."""
-    return lambda shapes: shapes[slot]
-
-
 def expect(*, holds: bool, otherwise: str) -> None:
     """Raise DoesNotFit with that message unless the condition holds."""
     if not holds:
