@@ -27,7 +27,7 @@ from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .factors import placed, shortest, spread, squares_of
-from .groups import Target, is_plain, rank_of_change
+from .groups import Target, is_stored_pair, rank_of_change
 from .job import GIVE_BASE, AdapterJob
 from .module_tensors import Norms
 from .rounding import squares_of_rows
@@ -121,7 +121,7 @@ class Evaluator:
             return of_adapter(whole=in_place(stored, piece.start, out, self.at))
         low = row.low_rank
         if low is not None and rank_of_change(patch) is not None:
-            if is_plain(patch) and row.stores == "factors":
+            if is_stored_pair(patch):
                 left, right = self._pair(patch)
             else:
                 stack, base = self._staged(target, use)
