@@ -134,6 +134,12 @@ def counts_by_kind(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {n}" for name, n in counts.items())
 
 
+def times(strength: float | str, spec: str = "g") -> str:
+    """Return a strength in words, with a minus sign: "0.8", "−0.5"."""
+    text = strength if isinstance(strength, str) else f"{strength:{spec}}"
+    return f"−{text[1:]}" if text.startswith("-") else text
+
+
 def strengths(parts: Mapping[str, Mapping[Any, int]]) -> str:
     """Return "0.8× unet (48), te 0: 16 left out" for {"unet": {0.8: 48}, "te": {0: 16}}; JSON has strengths as text."""
     pieces = []
@@ -141,9 +147,9 @@ def strengths(parts: Mapping[str, Mapping[Any, int]]) -> str:
         modules = {float(strength): count for strength, count in counts.items()}
         used = sorted((strength for strength in modules if strength), reverse=True)
         if len(used) > MOST_STRENGTHS:
-            pieces.append(f"{used[-1]:g} to {used[0]:g}× {part} ({sum(modules[s] for s in used)})")
+            pieces.append(f"{times(used[-1])} to {times(used[0])}× {part} ({sum(modules[s] for s in used)})")
         else:
-            pieces += [f"{strength:g}× {part} ({modules[strength]})" for strength in used]
+            pieces += [f"{times(strength)}× {part} ({modules[strength]})" for strength in used]
         if left := modules.get(0.0):
             pieces.append(f"{part} 0: {left} left out")
     return ", ".join(pieces)

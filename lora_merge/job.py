@@ -245,7 +245,8 @@ def _whose(value: Any) -> str:
 def numbers(job: Job) -> MethodParameters:
     """Return the numbers of the job's method; UsageError where one is wrong."""
     if job.method == SUM and job.scale != 1:
-        raise UsageError("sum has no scale", "--scale", "write a strength after each file: ADAPTER:0.8")
+        each = ", ".join(f"{input_name(a.path)}:{a.strength * job.scale:g}" for a in job.adapters)
+        raise UsageError("sum has no scale", "--scale", f"leave it out, and multiply each strength by it: {each}")
     return numbers_of(job.method, vars(job), [a.strength for a in job.adapters])
 
 

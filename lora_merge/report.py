@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .change_statistics import RETAINED
-from .facts import Fact, line, percent, share_of, strengths
+from .facts import Fact, line, percent, share_of, strengths, times
 from .merge_methods import SUM
 from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
@@ -235,7 +235,7 @@ def trigger_words(coverage: Mapping[str, Any]) -> list[str]:
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
     """Return the strength, or the least and the largest one, at which components change, and these components."""
     values = _strengths(strengths)
-    words = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+    words = " to ".join(times(value) for value in dict.fromkeys((values[0], values[-1])))
     return words, ", ".join(part for part, counts in strengths.items() if any(map(float, counts)))
 
 
@@ -438,10 +438,17 @@ def too_large(numbers: Mapping[str, Any]) -> Iterator[str]:
 
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
-    known = f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}"
-    unknown, left = " and ".join(matching.get("why", {})), matching["modules"] - matching["proven"]
-    others = f"; the values of the other {left} are right, their placement was not checked a second time (the second "
-    return f"{known}{others}reading cannot resolve {unknown})" if unknown else known
+    left, unknown = matching["modules"] - matching["proven"], " and ".join(matching.get("why", {}))
+    known = f"{_confirmed(matching)}; the values of the other {left}" if matching["proven"] else NONE_TWICE.format(left)
+    others = f" are right, their placement was not checked a second time (the second reading cannot resolve {unknown})"
+    return f"{known}{others}" if unknown else _confirmed(matching)
+
+
+NONE_TWICE: Final = "the values of all {} modules"
+
+
+def _confirmed(matching: Mapping[str, Any]) -> str:
+    return f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}"
 
 
 def unused(account: Mapping[str, Any]) -> str:
@@ -457,6 +464,7 @@ def second_reading(matching: Mapping[str, Any]) -> str:
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
-    more = f"; of the other {left} the values alone: {names}; the second reading cannot resolve {unknown}"
-    more = more if left else ""
-    return f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
+    alone = f": {names}; the second reading cannot resolve {unknown}"
+    if left and not matching["proven"]:
+        return f"{NONE_TWICE.format(left)} are right, their placement was not checked a second time{alone}"
+    return _confirmed(matching) + (f"; of the other {left} the values alone{alone}" if left else "")

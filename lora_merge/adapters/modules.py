@@ -310,6 +310,11 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     return Module(*key, g.slots, first, g.algorithms or (), repeated)
 
 
+def is_adapter(index: Index) -> bool:
+    """Return whether a checkpoint is an adapter, by its configuration or its tensors."""
+    return "peft_type" in index.config or looks_like_adapter(index)
+
+
 def looks_like_adapter(index: Index) -> bool:
     """Return whether most tensors have an adapter's suffix, so that the file is not a base model.
 

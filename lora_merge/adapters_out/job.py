@@ -15,7 +15,8 @@ from ..algorithms.whole import FULL
 from ..command import Command, Request, Rows
 from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
-from ..files.checkpoint import FOLDER_CONFIGS, MLX_FILE
+from ..files.checkpoint import MLX_FILE
+from ..files.folder_layouts import FOLDER_CONFIGS
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
-from ..facts import Fact, line, share_of
+from ..facts import Fact, line, share_of, times
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, target
 from ..text import Note, Shown, json_text, listed, plural, size
@@ -148,9 +148,9 @@ def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
             if "base" in row:
                 yield line("input", f"{name} − {row['base']}: {plural(row['modules'], 'weight')} compared")
             else:
-                yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
+                yield line("input", f"{times(row['strength'], '.4g')} × {name}: {plural(row['modules'], 'module')}")
     else:
-        yield line("inputs", listed(f"{row['strength']:.3g} × {name}" for name, row in coverage.items()))
+        yield line("inputs", listed(f"{times(row['strength'], '.3g')} × {name}" for name, row in coverage.items()))
     for name, row in coverage.items():
         yield from adapter_notes(name, row["ignored"])
 

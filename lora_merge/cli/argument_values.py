@@ -89,14 +89,15 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     raise UsageError("a number is not an adapter", " ".join(values), fix)
 
 
-def check_last(words: Sequence[str]) -> None:
-    """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
+def check_last(words: Sequence[str], base: str) -> None:
+    """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it. `base`: "" if there
+    is none."""
     last = words[-1] if words else ""
     if len(words) < 2 or split(last) is not None or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
-    from ..planning.checkpoint_cache import missing_input
+    from ..planning.fitting_files import missing_input
 
-    error = missing_input(expand(last), adapter=True)
+    error = missing_input(expand(last), adapter=True, partners=[expand(base)] if base else [])
     if not error.fix.startswith("did you mean"):
         raise InputError(
             "file not found", error.where, f"if it is the output, write `-o {typed([last])}`; else {error.fix.written}"
@@ -151,10 +152,10 @@ def named_base(text: str) -> str:
     return completed(text)
 
 
-def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[NamedAdapter]:
-    """Return all adapters of a command. `strengths`: the words of `--strength`."""
+def named_adapters(words: Sequence[str], strengths: Sequence[str] | None, base: str = "") -> list[NamedAdapter]:
+    """Return all adapters of a command. `strengths`: the words of `--strength`; `base`: their base, if it has one."""
     check_numbers(words, strengths or ())
-    check_last(words)
+    check_last(words, base)
     return [named_adapter(word) for word in expanded(words)]
 
 
@@ -208,7 +209,7 @@ def with_strengths(adapters: Sequence[NamedAdapter], options: dict[str, Any]) ->
 
     Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
     """
-    if "strength" not in options or not all(adapter.bare for adapter in adapters):
+    if "strength" not in options or not adapters or not all(adapter.bare for adapter in adapters):
         return adapters
     return [a._replace(strength=value) for a, value in zip(adapters, options.pop("strength"), strict=True)]
 
@@ -249,7 +250,7 @@ def strengths(texts: Sequence[str], adapters: Sequence[str]) -> list[float] | No
     """
     texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
     numbers = [_strength(part) for text in texts for part in text.split(",")]
-    if numbers and len(numbers) != len(adapters):
+    if numbers and adapters and len(numbers) != len(adapters):
         if len(texts) == len(adapters) and all(map(right_form, texts)):  # -s 0,8
             fix = " ".join(f"-s {right_form(text)}" for text in texts)
             raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: `{fix}`")

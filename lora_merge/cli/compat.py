@@ -91,7 +91,7 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
         return
     near = get_close_matches(word, commands, 1, 0.7) or [FOREIGN_COMMANDS[w] for w in (word,) if w in FOREIGN_COMMANDS]
     near = near or [name for name in commands if len(word) > 2 and name.startswith(word)]
-    from ..planning.checkpoint_cache import missing_input
+    from ..planning.fitting_files import missing_input
 
     files = [Path(path).name for path in missing_input(expand(word), adapter=False).suggestion[1:]]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"

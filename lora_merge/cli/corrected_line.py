@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..command import MERGE
-from ..errors import AdapterAsBase, MergeError, NoAdapter
+from ..errors import AdapterAsBase, MergeError
 from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
 from .terminal import without_global_options
@@ -21,8 +20,8 @@ LONGEST_LINE: Final = 400
 STRENGTH_AFTER_BASE: Final = "a strength after the base"
 """The mistake of a line whose first word is an adapter with its strength, or a base with one."""
 
-PLACE: Final = re.compile(r"\b(?:BASE|ADAPTER)\b")
-"""The place for a file in a command."""
+PLACES: Final = {"BASE": False, "TUNED": False, "ADAPTER": True, "ADAPTER2": True}
+"""Place for a file in a command → whether an adapter belongs there."""
 
 
 def line(words: Sequence[str]) -> str:
@@ -52,27 +51,11 @@ def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[s
     return plain, options
 
 
-def _name_adapter(error: NoAdapter) -> None:
-    """Put an adapter from the folder of the model into the fix of an error."""
-    from ..planning.checkpoint_cache import missing_input
-
-    place = "ADAPTER"
-    lookup = missing_input(Path(error.where).with_name(place), adapter=True)
-    near = next((Path(file) for file in lookup.suggestion[1:]), Path(place))
-    adapter = near.name if near.parent in (Path(), Path.cwd()) else str(near)
-    if near.name != place:
-        fix = error.fix.written
-        error.reword(lambda text: f"{fix}{lookup.fix.written.removeprefix('check the path')}" if text == fix else text)
-    error.instead(error.where, error.where, f"{adapter}:0.8")
-
-
 def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     """Put the user's own line into the fix of an error, if the error shows what was meant. `commands`: by name."""
     words = without_global_options(sys.argv[1:], checked=False)
     if not isinstance(error, MergeError) or not words:
         return
-    if isinstance(error, NoAdapter):
-        _name_adapter(error)
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
     as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _is_adapter_file(error.where))
     if as_base and command == MERGE:
@@ -80,10 +63,11 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         fix = _in_order(rest, known)
     else:
         parameters = commands[command].params
-        right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
-        if change := _change(error.fix, parameters, first=not right):
+        right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else [words]
+        if change := _change(error.fix, parameters, first=right == [words]):
             right.append(_with_options(words, change, parameters))
-        right = [new for new in right if new != words and not _names_twice(new, words)]
+        right = [in_places(new, flags(parameters)) for new in right]
+        right = [new for new in right if new not in ([], words) and not _names_twice(new, words)]
         lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
         fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {'; or '.join(reversed(lines.values()))}"
         fix = fix if lines else _filled(error.fix, rest, parameters)
@@ -92,29 +76,86 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
 
 
 def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any]) -> str:
-    """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands; without the
-    other purposes ("to …") for which the line has no file, or none that fits."""
-    if not any(map(PLACE.search, CODE.findall(fix.written))):
+    """Return a fix with files in the places of its commands: the user's own ones, or those of the folder that fit. Of a
+    command without a file that fits only what is before it stays, and nothing of another purpose ("to …")."""
+    if not any(_place(word) for command in CODE.findall(fix.written) for word in words_of(command)):
         return ""
-    plain, _ = split_words(words, flags(parameters))
-    paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain}
-    files = {path: with_found_ending(path) for path in paths.values()}
-    paths = {word: path for word, path in paths.items() if exists(files[path])}
-    adapters = [word for word, path in paths.items() if _is_adapter(path)]
-    models = [path for word, path in paths.items() if word not in adapters]
-    by_user = {str(expand(files[path])): path for path in paths.values()}
+    known, ways = flags(parameters), list[str]()
+    plain, _ = split_words(words, known)
+    files = {word: path for word in plain if (path := _path_of(word))}
+    by_user = {path: word for word, path in files.items()}
+    for way in fix.written.split("; "):
+        pieces, unfilled, purpose = CODE.split(way), False, way.startswith("to ")
+        for n, command in enumerate(pieces[1::2]):
+            typed_words = words_of(command)
+            command_words = [by_user.get(word, word) for word in typed_words]
+            filled = in_places(command_words, known, [*files], folders=not purpose)
+            unfilled |= not filled
+            pieces[2 * n + 1] = f"`{command if filled in ([], typed_words) else typed(filled)}`"
+        if not unfilled or not files:
+            ways += ["".join(pieces)] * (not (unfilled and purpose))
+        elif not purpose:
+            ways.append(pieces[0].removesuffix(": ") if pieces[0].endswith(": ") else way)
+    return "; ".join(ways)
 
-    def fill(match: re.Match[str]) -> str:
-        command = [by_user.get(word, word) for word in words_of(match[1])]
-        free = [model for model in models if model not in command]
-        if command[1:3] == ["extract", "BASE"]:
-            free = [model for model in free if all(_are_alike(model, other) for other in models if other in command)]
-        files = {"BASE": free[:1], "ADAPTER": adapters[:1], "ADAPTER2": adapters[1:2]}
-        filled = [file for word in command for file in files.get(word.partition(":")[0]) or [word]]
-        return f"`{typed(filled)}`" if filled != words_of(match[1]) else match[0]
 
-    ways = CODE.sub(fill, fix.written).split("; ")
-    return "; ".join(way for way in ways if not (way.startswith("to ") and any(map(PLACE.search, CODE.findall(way)))))
+def in_places(
+    words: Sequence[str], known: Mapping[str, bool], stated: Sequence[str] = (), *, folders: bool = True
+) -> list[str]:
+    """Return a command with files in the places BASE, ADAPTER …; [] without files that fit together.
+
+    `known`: as of `split_words`; `stated`: the files to choose from; `folders`: whether where there is none of a role,
+    one of the folder may be chosen.
+    """
+    at = next((n for n, word in enumerate(words) if _place(word)), None)
+    if at is None:
+        return [*words]
+    place, colon, strength = words[at].partition(":")
+    partners = [path for word in split_words(words, known)[0] if (path := _path_of(word))]
+    for file in _of_role(partners, stated, adapter=PLACES[place], folders=folders):
+        word = file if _path_of(file) in map(_path_of, stated) else f"{file}{colon}{strength}"
+        if filled := in_places([*words[:at], word, *words[at + 1 :]], known, stated, folders=folders):
+            return filled
+    return []
+
+
+def _of_role(partners: Sequence[str], stated: Sequence[str], *, adapter: bool, folders: bool) -> list[str]:
+    """Return the files that may be in the place of a model or an adapter next to its partners."""
+    from ..planning.fitting_files import fit, fitting
+
+    others, of_role = [Path(path) for path in partners], False
+    chosen = list[str]()
+    for word in stated:
+        if _is_adapter(path := _path_of(word)) is adapter:
+            of_role = True
+            free = Path(path) not in others and all(fit(Path(path), other) for other in others)
+            chosen += [word if adapter else _bare(word)] * free  # a base has no strength
+    if of_role or (stated and not folders):
+        return chosen
+    folder = others[0].parent if others else Path.cwd()
+    return [_here(str(file)) for file in fitting(folder, others, adapter=adapter)]
+
+
+def _here(path: str) -> str:
+    """Return a path as it is typed in the current folder."""
+    return Path(path).name if Path(path).parent == Path.cwd() else path
+
+
+def _place(word: str) -> str:
+    """Return the place for a file that a word of a command is; "" if it is none."""
+    name = word.partition(":")[0]
+    return name if name in PLACES and not exists(word) else ""
+
+
+def _path_of(word: str) -> str:
+    """Return the path of the file that a word names, with its strength or without; "" if there is none."""
+    path = with_found_ending(_bare(word))
+    return str(expand(path)) if exists(path) else ""
+
+
+def _bare(word: str) -> str:
+    """Return the path in a word, without strength and parts."""
+    return split_strength(word.partition(",")[0])[0] or word
 
 
 def _change(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
@@ -139,10 +180,11 @@ def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], param
         return [*words]
     replaced = {name for flag, _ in stated for name in names[flag]}
     replaced |= {"--overwrite"} if "-o" in replaced else set()  # the new name is free
+    values = {value for _, value in stated if value}  # such as an output without its option
     kept, is_value = list[str](), False
     for word in words:
         flag, equals, _ = word.partition("=")
-        kept += [word] * (not is_value and flag not in replaced)
+        kept += [word] * (not is_value and flag not in replaced and word not in values)
         is_value = flag in replaced and not equals and not known[flag]
     return [*kept, *(word for option in stated for word in option if word)]
 
@@ -156,7 +198,7 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
             yield f"{right[0]}{equals}{value}"
         elif new := right[0] if value == wrong else _path(value, wrong, right[0]):
             yield f"{flag}{equals}{new}"
-            yield from right[1:]
+            yield from map(_here, right[1:])
             right = right[:1]
         else:
             yield word
@@ -188,24 +230,14 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
         strength = models[0].removeprefix(paths[models[0]])  # a base has none: the adapter's is meant
         first += strength if split_strength(first.partition(",")[0])[1] is None else ""
         return f"name the base first: {line([paths[models[0]], first, *rest, *options])}"
+    filled = in_places(["BASE", *words], known[MERGE])
+    first = f"name the base first: {line(filled)}" if filled else "name the base first"
     if len(plain) < 2:
-        return f"name the base first: {line(['BASE', *plain, *options])}"
+        return first
     both = options if {*options} & {"-o", "--output"} else [*options, "-o", "both.safetensors"]
     all_known = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
     joined = line(["combine", *plain, *(both if all_known else ["-o", "both.safetensors"])])
-    return f"name the base first: {line(['BASE', *words])}; or combine the adapters: {joined}"
-
-
-def _are_alike(one: str, other: str) -> bool:
-    """Return whether two models have one architecture, so that the difference of them can be an adapter."""
-    from ..files.checkpoint import open_checkpoint
-    from ..models.names import names
-
-    try:
-        first, second = (names(open_checkpoint(expand(with_found_ending(word)))) for word in (one, other))
-    except MergeError:
-        return False
-    return first.architecture == second.architecture
+    return f"{first}; or combine the adapters: {joined}"
 
 
 def _is_adapter_file(word: str) -> bool:

@@ -21,7 +21,7 @@ from ..options import OPTIONS
 from ..paths import exists
 from ..recipes.commands import COMMANDS
 from .compat import FOREIGN_OPTIONS, advice_on
-from .corrected_line import flags, line, split_words
+from .corrected_line import flags, in_places, line, split_words
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"
@@ -230,8 +230,10 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     if called and words[: len(called)] == called and known is not None:
         plain, options = split_words(words[len(called) :], flags(known.params))
         if missing is not None and missing.param_type_name == "argument":
-            name = f"{missing.metavar or missing.name}".partition("[")[0].upper()
-            return f"write {line([*called, *plain, name, *options])}; "
+            required = [p for p in known.params if p.param_type_name == "argument" and p.required][len(plain) :]
+            names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
+            right = [*called, *plain, *names, *options]
+            return f"write {line(in_places(right, flags(known.params)) or right)}; "
         if extra := re.fullmatch(
             r"Got unexpected extra arguments? \((.*)\)\.?", text.replace("argument(s)", "argument")
         ):

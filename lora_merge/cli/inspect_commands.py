@@ -20,7 +20,7 @@ from .compat import completed
 from .help import add, offered
 from .options import HTML, JSON_TENSORS, PLOT, SILENT, with_options
 from .progress_display import watching
-from .reports import PageFiles, announcing, put, show_comparison, show_facts
+from .reports import PageFiles, announcing, echo, put, show_comparison, show_facts
 from .tables import parts
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def inspect(
         parts(files[0], as_json=as_json)
         return
     from ..files.folder_layouts import several
+    from ..viewing.file_verdict import misplaced
 
     words = [*expanded(files)]
     inside = [path for word in words for path in several(expand(word))]
@@ -77,14 +78,17 @@ def inspect(
         results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched,
                                                 "announce": announcing(display, quiet=as_json or quiet)})  # fmt: skip
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
+    remarks, no_adapter = misplaced(results, words) if not inside and "match" not in results[0] else ([], False)
     if as_json:
         values = results if json_tensors else [without_tensors(facts) for facts in results]
         many = {"files": values, "unread": unread, "schema": version("files")}
         put(json_text(many if len(results) + len(unread) > 1 else values[0]))
     elif not quiet:
         show_facts(results, unread, verbose=verbose)
+        for text in remarks:
+            echo(text)
     misfits = [facts["match"] for facts in results if "match" in facts and not facts["match"]["fits"]]
-    if misfits:
+    if misfits or no_adapter:
         raise typer.Exit(FitError.exit_code)
 
 
@@ -108,11 +112,13 @@ def _facts(
 def _pairs(files: Sequence[str]) -> list[tuple[Path, Adapter | None]]:
     """Return (file, None) for each file; (base, adapter) for each adapter, if the first file is a base and all others
     are adapters."""
-    from ..files.checkpoint import open_checkpoint
-    from ..viewing.inspect import is_adapter
+    from ..adapters.modules import is_adapter
+    from ..planning.checkpoint_cache import CheckpointCache
 
-    refs = [_ref(text) for text in files]
-    kinds = [is_adapter(open_checkpoint(ref.path)) for ref in refs] if len(refs) > 1 else []
+    refs, cache = [_ref(text) for text in files], CheckpointCache()
+    base = [ref.path for ref in refs[:1] if exists(ref.path)]
+    indexes = [cache.index(ref.path, adapter=bool(n), partners=base) for n, ref in enumerate(refs)]
+    kinds = [is_adapter(index) for index in indexes] if len(refs) > 1 else []
     if kinds and not kinds[0] and all(kinds[1:]):
         return [(refs[0].path, ref) for ref in refs[1:]]
     return [(ref.path, None) for ref in refs]

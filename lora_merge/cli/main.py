@@ -186,7 +186,7 @@ def merge(
 
     pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    words = named_adapters(adapters or [], options.get("strength")) or [NamedAdapter(base)]
+    words = named_adapters(adapters or [], options.get("strength"), base) or [NamedAdapter(base)]
     named, values = read_with_adapters(words, options)
     with reporting(report) as file:
         job = make_job(base, named, checked_output(output), **values)

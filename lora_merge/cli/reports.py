@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..addresses import output_address, with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
-from ..facts import STYLES, Fact, aligned, line, strengths
+from ..facts import STYLES, Fact, aligned, line, strengths, times
 from ..paths import input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
@@ -528,7 +528,7 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
         if applied:
             yield f"{input_name(adapter.path)} ({strengths(applied)})"
         else:
-            yield f"{adapter.strength:g} × {input_name(adapter.path)}"
+            yield f"{times(adapter.strength)} × {input_name(adapter.path)}"
 
 
 def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None:

@@ -186,7 +186,7 @@ def unmerge(
         PageFiles(html, None, quiet=quiet, dry_run=dry_run),
     )
     if output is None:
-        refuse_to_unmerge(expand(path))
+        refuse_to_unmerge(expand(path), named=bool(adapters))
     named, stated = read_with_adapters([named_adapter(a) for a in adapters or []], options)
     overwrite = bool(stated.get("overwrite"))
     report_options = ReportOptions(
@@ -208,7 +208,7 @@ def unmerge(
             file.protect([expand(path)], [output_path(output or path)])
         merged = merge_and_report(planned, file, report_options)
     if merged is not None:
-        pictures.write(lambda: pictured(*merged))
+        pictures.write(lambda: {**pictured(*merged), "command": command.name})
 
 
 @with_options()

@@ -20,6 +20,7 @@ from ..text import Note, listed, quoted, shown
 from .encodings.base import Packing
 from .file_signatures import missing
 from .folder_layouts import (
+    FOLDER_CONFIGS,
     PEFT_PREFIX,
     STEMS,
     Weights,
@@ -43,11 +44,6 @@ from .safetensors import parse_file
 PEFT_STEM: Final = "adapter_model"
 PEFT_FILES: Final = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
-FOLDER_CONFIGS: Final = (
-    "adapter_config.json",
-    "model_index.json",
-    "config.json",
-)  # of folders; the first that exists is read
 LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
 TRAINED_FILES: Final = re.compile(r"(?:non_lora_\w+|trainable_params|new_embeddings)\.(?:bin|pt|pth|safetensors)")
 """Files in which trainers store weights that they trained besides the adapter: LLaVA and its descendants, LongLoRA, and

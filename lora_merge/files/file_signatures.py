@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Final
 
 from ..dtypes import Shape
 from ..errors import InputError
-from ..paths import ENDINGS
+from ..paths import ENDINGS, exists
 from ..text import listed, quoted
-from .folder_layouts import entries
+from .folder_layouts import FOLDER_CONFIGS, entries
 
 MAGIC_BYTES: Final = (
     # first bytes       what it is                         what to do
@@ -188,15 +188,26 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     return InputError(f"not a valid {kind} file", f"{path}: {why}", "download or export the file again")
 
 
-PLACEHOLDERS: Final = ("BASE", "TUNED", "MODEL", "ADAPTER", "ADAPTER2")
-"""Places for files in the commands of messages and of the help, which are typed as they are."""
+class Choice:
+    """Which files of a folder may be meant by the name of one that is missing: all."""
+
+    kind = "model"
+    """What is missing."""
+
+    complete = True
+    """Whether every file was looked at."""
+
+    folders_first = False
+    """Whether model folders come before files."""
+
+    def of(self, files: Iterable[Path], *, alike: bool) -> list[Path]:
+        """Return those of some files that may be meant. `alike`: whether their names are like the missing one."""
+        return [*files]
 
 
-def missing(path: Path, kind: str = "model", is_other: Callable[[Path], bool] = lambda _: False, /) -> InputError:
-    """Return the error for a file that is not there, with the names of files that may be meant.
-
-    `kind`: what is missing; `is_other`: whether a file is known to be something else.
-    """
+def missing(path: Path, choice: Choice | None = None) -> InputError:
+    """Return the error for a file that is not there, with the names of files that may be meant."""
+    choice = choice or Choice()
     if path.is_symlink():
         return InputError("a broken symbolic link", str(path), "download the model again")
     if not path.parent.is_dir():
@@ -217,14 +228,25 @@ def missing(path: Path, kind: str = "model", is_other: Callable[[Path], bool] = 
     close = [stem for stem in stems if stem.lower() == path.stem.lower()]
     close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
     near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)]
-    near = [name for name in near if not is_other(path.with_name(name))][:3]
-    if near:
-        error = InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
-        return error.instead(str(path), str(path.with_name(near[0])))
-    models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
-    models.sort(key=lambda name: ENDINGS.index(Path(name).suffix))  # files that are never run as code come first
-    models = [name for name in models if not is_other(path.with_name(name))]
-    contents = f"its folder has {listed(models)}" if models else f"its folder has no {kind}"
-    error = InputError("file not found", str(path), f"check the path; {contents}")
-    first = models[:1] if path.name in PLACEHOLDERS else []
-    return error.instead(str(path), *(str(path.with_name(name)) for name in first))
+    files = choice.of(map(path.with_name, near), alike=True)[:3]
+    if files:
+        error = InputError("file not found", str(path), f"did you mean {', '.join(file.name for file in files)}?")
+        return error.instead(str(path), str(files[0]))
+    return InputError(
+        "file not found", str(path), "; ".join(filter(None, ("check the path", in_folder(path.parent, choice))))
+    )
+
+
+def in_folder(folder: Path, choice: Choice) -> str:
+    """Return which files a folder has that may be meant, in words; "" if there may be others."""
+    if files := candidates(folder, choice):
+        return f"its folder has {listed(file.name for file in files)}"
+    return f"its folder has no {choice.kind}" if choice.complete else ""
+
+
+def candidates(folder: Path, choice: Choice) -> list[Path]:
+    """Return the files and model folders of a folder that may be meant; those that are never run as code come first."""
+    files = [entry for entry in entries(folder) if entry.suffix in ENDINGS and not entry.is_dir()]
+    files.sort(key=lambda file: ENDINGS.index(file.suffix))
+    folders = [f for f in entries(folder) if f.is_dir() and any(exists(f / name) for name in FOLDER_CONFIGS)]
+    return choice.of([*folders, *files] if choice.folders_first else [*files, *folders], alike=False)

@@ -19,8 +19,8 @@ from ..dtypes import Shape
 from ..errors import InputError
 from ..paths import WEIGHT_SUFFIXES
 from ..text import Note, listed
-from .checkpoint import FOLDER_CONFIGS, Index, read_header
-from .folder_layouts import is_usual_name
+from .checkpoint import Index, read_header
+from .folder_layouts import FOLDER_CONFIGS, is_usual_name
 from .json_files import read_json
 
 Use: TypeAlias = Literal["read", "copied", "left out"]

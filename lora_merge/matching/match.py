@@ -12,19 +12,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ..adapters.modules import Module, two_in_one_slot
+from ..adapters.modules import AdapterFile, Module, two_in_one_slot
+from ..adapters.network_settings import rules_of
 from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
+from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
 from ..dtypes import Shape, StoredTensor
 from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
+from ..files.checkpoint import Index
 from ..models.module_order import type_of
 from ..models.names import WAN_EXPERTS, Names
 from ..models.part_factors import Strengths
-from ..models.tied_weights import TiedPair
+from ..models.tied_weights import TiedPair, tied
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
 from ..report import LEFT_OUT
@@ -71,6 +74,20 @@ class KnownBase(NamedTuple):
     names: Names
     tensors: Mapping[str, StoredTensor]
     tied: TiedPair | None
+
+    @classmethod
+    def of(cls, base: Index, names: Names) -> KnownBase:
+        """Return the facts about a base."""
+        return cls(names, base.tensors, tied(names, base.tensors, base.config))
+
+
+def adapter_context(  # noqa: PLR0913, PLR0917  # an adapter, a base and the user's settings
+    number: int, adapter: AdapterFile, values: Values, base: Index, names: Names, settings: Mapping[str, Any]
+) -> AdapterContext:
+    """Return the facts about an adapter that are known without the base's tensors. `number`: its position among those
+    of the job."""
+    model = str(base.config.get("model_type") or ("gpt_oss" if names.architecture == "GPT-OSS" else ""))
+    return AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, settings)
 
 
 def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strengths, unmatched: Unmatched) -> Match:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues, Values
 from ..disk.reader import Reader
 from ..dtypes import WHOLE_DTYPES, StoredTensor, spoken
@@ -16,14 +15,13 @@ from ..errors import InputError
 from ..files.checkpoint import Index
 from ..job import Adapter
 from ..matching.conflicts import check_addable, with_overlap_notes
-from ..matching.formula import AdapterContext, check_settings
-from ..matching.match import KnownBase, match_adapter
+from ..matching.formula import check_settings
+from ..matching.match import KnownBase, adapter_context, match_adapter
 from ..matching.patch import Match
 from ..matching.tied_embeddings import check_separations
 from ..matching.values import replace_in_turn, values_as_changes
 from ..merge_methods import METHODS
 from ..models.part_factors import Strengths, check_effect
-from ..models.tied_weights import tied
 from ..models.weights import Weight, unstored
 from ..safe_regex import Steps
 from ..text import Note
@@ -72,10 +70,9 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         by_part.check(components)
     # The modules of each adapter.
     matched: list[Match] = []
-    known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
-    model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
+    known = KnownBase.of(base, lookup)
     for number, adapter in enumerate(adapters):
-        context = AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, dict(job.setting))
+        context = adapter_context(number, adapter, values, base, lookup, dict(job.setting))
         matched.append(match_adapter(context, known, strengths[number], job.unmatched))
     # How several adapters change one weight.
     method = METHODS[job.method]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, group, looks_like_adapter
 from ..adapters.wrapped_model import detached
-from ..disk.files import FileState, unreadable
-from ..errors import AdapterAsBase, InputError, MergeError, NoAdapter
+from ..disk.files import FileState
+from ..errors import AdapterAsBase, MergeError, NoAdapter
 from ..files.checkpoint import Index, adapter_config, open_checkpoint
-from ..files.file_signatures import foreign, missing
+from ..files.file_signatures import in_folder, instead
 from ..models.names import Names, names
 from ..paths import exists, is_folder
+from .fitting_files import Fitting, missing_input
 
-LOOK_SECONDS: Final = 0.3  # at the files of a folder, one of which may be meant
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
 
@@ -29,11 +29,15 @@ class CheckpointCache:
         self._entries: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
         self._size = 0
 
-    def base(self, path: Path, table: Path | None, *, plain: bool = False) -> tuple[Index, Names]:
+    def base(
+        self, path: Path, table: Path | None, *, plain: bool = False, partners: Sequence[Path] = ()
+    ) -> tuple[Index, Names]:
         """Return a base and its names; InputError if it cannot be merged into.
 
-        `table`: the user's name table. `plain`: whether an adapter that is attached inside is taken off.
+        `table`: the user's name table. `plain`: whether an adapter that is attached inside is taken off. `partners`: as
+        of `index`.
         """
+        index = self.index(path, adapter=False, partners=partners)
 
         def read(index: Index) -> tuple[Index, Names]:
             parts = detached(index, adapter_config(path)) if plain else None
@@ -42,7 +46,7 @@ class CheckpointCache:
             lookup = self.names(path, table) if parts is None else names(index, table)
             return replace(index, notes=(*index.notes, *lookup.notes, *index.quantised.notes)), lookup
 
-        base: tuple[Index, Names] = self.parsed(("base", path, table, plain), self.index(path, adapter=False), read)
+        base: tuple[Index, Names] = self.parsed(("base", path, table, plain), index, read)
         return base
 
     def own_adapter(self, path: Path) -> AdapterFile:
@@ -54,19 +58,31 @@ class CheckpointCache:
         if entry is None:
             parts = detached(self.index(path, adapter=False), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
-                raise NoAdapter("no adapter is named, and the model contains none", str(path), "name an adapter")
+                raise self._no_adapter(path)
             if parts is None:
                 return self.adapter(path)
             entry = self._keep(("own", path), parts[1], group(parts[1]))
         file: AdapterFile = entry[1]
         return file
 
-    def index(self, path: Path, *, adapter: bool = True) -> Index:
-        """Return the tensors of a checkpoint by name, from its header. `adapter`: as of `open_checkpoint`."""
+    def _no_adapter(self, path: Path) -> NoAdapter:
+        """Return the error for a model that is named alone: with adapters that fit it, or what it is instead."""
+        fitting, what, named = Fitting([path], adapter=True), self.names(path).what, ""
+        with suppress(MergeError):  # of a folder that cannot be listed
+            named = in_folder(path.parent, fitting)
+        if not fitting.chosen and what.startswith(("a ", "an ")):
+            return NoAdapter(f"no adapter is named, and the file is {what}", str(path), instead(what))
+        fix = "; ".join(filter(None, ("name an adapter", named)))
+        error = NoAdapter("no adapter is named, and the model contains none", str(path), fix)
+        return error.instead(str(path), str(path), "ADAPTER:0.8")
+
+    def index(self, path: Path, *, adapter: bool = True, partners: Sequence[Path] = ()) -> Index:
+        """Return the tensors of a checkpoint by name, from its header. `adapter`: as of `open_checkpoint`; `partners`:
+        the files that one in place of a missing one must fit."""
         key = ("index", path, adapter and is_folder(path))  # a file is one of them, whatever it is opened as
         entry = self._get(key)
         if entry is None and not exists(path):
-            raise missing_input(path, adapter=adapter)
+            raise missing_input(path, adapter=adapter, partners=partners)
         return (entry or self._keep(key, open_checkpoint(path, adapter=adapter), None))[0]
 
     def names(self, path: Path, table: Path | None = None) -> Names:
@@ -83,9 +99,9 @@ class CheckpointCache:
         lookup: Names = self.parsed(("names", path, table), self.index(path, adapter=False), read)
         return lookup
 
-    def adapter(self, path: Path) -> AdapterFile:
-        """Return an adapter as modules; InputError if the file is not an adapter."""
-        file: AdapterFile = self.parsed(("adapter", path), self.index(path), group)
+    def adapter(self, path: Path, *partners: Path) -> AdapterFile:
+        """Return an adapter as modules; InputError if the file is not an adapter. `partners`: as of `index`."""
+        file: AdapterFile = self.parsed(("adapter", path), self.index(path, partners=partners), group)
         return file
 
     def parsed(self, key: tuple[Any, ...], index: Index, parse: Callable[[Index], Any]) -> Any:
@@ -115,26 +131,6 @@ class CheckpointCache:
     def _drop(self, key: tuple[Any, ...]) -> None:
         if key in self._entries:
             self._size -= _size(key, self._entries.pop(key)[0])
-
-
-def missing_input(path: Path, *, adapter: bool) -> InputError:
-    """Return the error for a base or an adapter that is not there, with the names of files that can be one. Headers
-    are read for a moment; what is not read by then counts as both."""
-    until = monotonic() + LOOK_SECONDS
-
-    def is_other(file: Path) -> bool:
-        if monotonic() > until:
-            return False
-        try:
-            index = open_checkpoint(file, adapter=adapter)
-        except MergeError:
-            return False
-        return looks_like_adapter(index) is not adapter or bool(foreign(index.tensors))
-
-    try:
-        return missing(path, "adapter" if adapter else "model", is_other)
-    except OSError as e:  # a name that is too long, a folder that may not be searched …
-        return unreadable(path, e)
 
 
 def _size(key: tuple[Any, ...], index: Index) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
-from ..files.checkpoint import FOLDER_CONFIGS
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder
+from ..files.folder_layouts import FOLDER_CONFIGS
 from ..files.side_files import (
     EMBEDDING,
     ON_QUANTISATION,

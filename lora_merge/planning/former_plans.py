@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..errors import MergeError
 from ..facts import Fact, line
-from ..files.checkpoint import FOLDER_CONFIGS
+from ..files.folder_layouts import FOLDER_CONFIGS
 from ..text import Shown
 from .checkpoint_cache import CheckpointCache
 

@@ -57,8 +57,9 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
 
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
-    base, lookup = cache.base(job.base, job.map, plain=any(ref.path == job.base for ref in job.adapters))
-    files = (cache.own_adapter(p) if p == job.base else cache.adapter(p) for p in (ref.path for ref in job.adapters))
+    paths = [ref.path for ref in job.adapters]
+    base, lookup = cache.base(job.base, job.map, plain=job.base in paths, partners=paths)
+    files = (cache.own_adapter(path) if path == job.base else cache.adapter(path, job.base) for path in paths)
     adapters = [with_names_of(base, file) for file in files]
     check_names(job, base, adapters)
     inputs = Inputs.joined(job, base, lookup, adapters)

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeGuard
 from ..disk.files import FileState, open_regular
 from ..disk.uploads import sink_of
 from ..errors import MergeError
+from ..facts import times
 from ..paths import WEIGHT_SUFFIXES, input_name
 from ..text import one_line, plural, stored
 from .header_entries import TITLE
@@ -261,9 +262,9 @@ def _section(plan: Plan) -> Iterator[str]:
     yield ""
     for ref, m in zip(job.adapters, plan.adapters, strict=True):
         counts = [(part, s, n) for part, by_strength in m.strengths.items() for s, n in by_strength.items()]
-        parts = [f"{s:g}× {_plain(part)} ({plural(n, 'module')})" for part, s, n in counts]
+        parts = [f"{times(s)}× {_plain(part)} ({plural(n, 'module')})" for part, s, n in counts]
         what = ", ".join(m.algorithms) or "no change"
-        yield f"* {_code(input_name(ref.path))}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
+        yield f"* {_code(input_name(ref.path))}: {what}, strength {times(ref.strength)}: {', '.join(parts)}"
     yield ""
     dtype = stored(job.dtype)
     yield f"{plural(plan.changed, 'tensor')} changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."

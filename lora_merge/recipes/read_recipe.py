@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeAlias
 
+from ..adapters.modules import looks_like_adapter
 from ..addresses import parse
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
-from ..files.checkpoint import Index
+from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..options import OPTIONS
 from ..planning.recipe import KEY, parsed
 from ..text import quoted, shown
 
 MERGE_FROM_INPUTS: Final = "merge again from its base and adapters"
+NAME_ADAPTERS: Final = "name its adapters"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class Recipe:
         """Return the job that the recipe describes, for inputs at `paths`; UsageError for values that are invalid."""
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
         return make_job(paths[0], adapters, output, **{**self.options, **options})
+
+
+def open_merged(path: Path) -> Index:
+    """Return the tensors of a checkpoint that adapters may be taken out of; InputError for an adapter."""
+    index = open_checkpoint(path)
+    if KEY not in index.metadata and looks_like_adapter(index):
+        raise InputError("an adapter, not a merged checkpoint", str(path),
+                         "name the merged checkpoint first, and after it the adapters to take out")  # fmt: skip
+    return index
 
 
 def read_recipe(index: Index, instead: str = MERGE_FROM_INPUTS) -> Recipe:

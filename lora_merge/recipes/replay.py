@@ -28,7 +28,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
-from ..paths import absolute
+from ..paths import absolute, typed
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_job
 from ..planning.header_entries import TITLE
@@ -44,7 +44,7 @@ from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
 from .find_inputs import SEARCH, around, different, find, record
-from .read_recipe import Recipe, damaged, input_of, read_recipe, uses_of
+from .read_recipe import NAME_ADAPTERS, Recipe, damaged, input_of, open_merged, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
@@ -155,15 +155,19 @@ def _followed(job: Job, index: Index) -> Plan:
         raise damaged(index.path, f"{e.what} ({e.where})") from e
 
 
-def refuse_to_unmerge(merged: Path) -> NoReturn:
-    """Raise a UsageError that says how to get a merge without one of its adapters."""
-    recipe = read_recipe(open_checkpoint(merged))
+def refuse_to_unmerge(merged: Path, *, named: bool = False) -> NoReturn:
+    """Raise a UsageError that says how to get a merge without one of its adapters. `named`: whether they are named."""
+    index = open_merged(merged)
+    output = f"`-o {typed([f'{merged.stem}-unmerged{merged.suffix}'])}`"
+    if named and KEY not in index.metadata:
+        raise UsageError("no output is named", str(merged), f"name it: {output}")
+    recipe = read_recipe(index, NAME_ADAPTERS)
     base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
     raise UsageError(
         "a merge cannot be undone exactly: its sums were rounded, and a difference of rounded sums is not the base",
         f"{merged}: {quoted(base.name)} with {adapters}",
-        f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
-        "adapter out, merge again from it",
+        f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}), and merge again from it; if it is "
+        f"lost, up to a rounding step: {output}",
     )
 
 

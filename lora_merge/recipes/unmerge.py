@@ -24,7 +24,7 @@ from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, adapter_list, make_job
 from ..merge_methods import SUM
 from ..options import BLOCK_LIST, OPTIONS
-from ..paths import input_name
+from ..paths import exists, input_name
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
@@ -32,7 +32,7 @@ from ..proof.reference.floats import precision
 from ..report import NOT_THE_BASE
 from ..text import Note, listed, quoted
 from .find_inputs import around, different, find
-from .read_recipe import Input, Recipe, damaged, history, read_recipe
+from .read_recipe import NAME_ADAPTERS, Input, Recipe, damaged, history, open_merged, read_recipe
 
 SHARED_OPTIONS: Final = ("setting", "unmatched", "compute_dtype")
 """Options of the merge that taking it back has too, where the user gives no others."""
@@ -54,7 +54,8 @@ def unmerge_job(
     `adapters`: as for `merge`; a path alone has the strengths of the recipe. None: the adapters of the recipe, searched
     by content. FitError for a merge that is no sum.
     """
-    recipes = _recipes(merged) if adapters else [read_recipe(open_checkpoint(merged), "name its adapters")]
+    index = open_merged(merged)
+    recipes = _recipes(merged) if adapters else [read_recipe(index, NAME_ADAPTERS)]
     recorded: dict[str, Any] = {}
     for recipe in recipes[:1]:
         _expect_sum(recipe, merged)
@@ -62,6 +63,8 @@ def unmerge_job(
     if not adapters:
         paths = find([a for a, _, _ in recipes[0].adapters], around(merged, search), digest=hash_once)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipes[0].adapters, strict=True)]
+        if strengths := options.get("strength") or options.get("strengths"):
+            raise _of_no_adapter(merged, adapters, strengths)
     elif not any(options.get(name) for name in OF_STRENGTH):
         adapters = [*_at_recorded_strengths(adapter_list(adapters), recipes)]
     with _recorded_options(recorded, merged):
@@ -99,6 +102,19 @@ def plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
     if recipe is not None and not notes:
         notes = [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
+
+
+def _of_no_adapter(merged: Path, adapters: Sequence[Adapter], strengths: Any) -> UsageError:
+    """Return the error for strengths without the adapters that are to be taken out at these: with all that the merge
+    has, or for one strength with the last one that it may be for."""
+    words = listed(_typed(input_name(a.path), a.strength, a.parts) for a in adapters)
+    what = f"{input_name(merged)} has {words}, and a strength is for an adapter that is named"
+    error = UsageError(what, "--strength", "name the adapter")
+    values = strengths if isinstance(strengths, list) else []
+    meant = [a.path for a in adapters if values and values[0] <= a.strength][-1:]
+    if len(values) == len(adapters):
+        meant = [a.path for a, value in zip(adapters, values, strict=True) if value <= a.strength]
+    return error.instead(str(merged), str(merged), *map(str, meant)) if len(meant) == len(values) else error
 
 
 @contextmanager
@@ -183,7 +199,9 @@ def _differences(plan: Plan, recipes: Sequence[Recipe]) -> Iterator[Note]:
     merged = plan.base.path
     for path, name, refs in ((refs[0].path, input_name(refs[0].path), refs) for refs in by_path.values()):
         if not recipes:
-            yield Note(f"nothing in {merged.name} shows that {name} was merged into it: unless it was, {NOT_THE_BASE}")
+            words = listed(_typed(name, -ref.strength, ref.parts) for ref in refs)
+            what = f"nothing in {merged.name} shows that {name} was merged into it as {words}"
+            yield Note(f"{what}: unless it was, {NOT_THE_BASE}")
             continue
         inputs, identical = _named(path, recipes)
         if not identical:
@@ -198,7 +216,10 @@ def _differences(plan: Plan, recipes: Sequence[Recipe]) -> Iterator[Note]:
         elif not any(every.values()):
             words = listed(_typed(named.name, s, parts) for recipe in recipes for named, s, parts in recipe.adapters)
             what, where = f"{name} is not merged into {merged.name}", f"{merged}: its recipe names {words}"
-            raise FitError(what, where, f"name one of these; to subtract {name} all the same, {NEGATIVE}")
+            error = FitError(what, where, f"name one of these; to subtract {name} all the same, {NEGATIVE}")
+            others = (path.with_name(named.name) for recipe in recipes for named, _, _ in recipe.adapters)
+            near = next((str(other) for other in others if exists(other) and str(other) not in by_path), "")
+            raise error.instead(str(path), near) if near else error
         elif not _equal(taken, every):
             words, wrong = (listed(_typed(name, s, parts) for parts, s in these.items()) for these in (every, taken))
             if not _is_part(taken, every):

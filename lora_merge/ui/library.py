@@ -206,8 +206,8 @@ class DroppedAdapter:
 
 def _is_adapter(path: Path) -> bool:
     """Return whether a file with weights is an adapter, from its header."""
-    from ..files.checkpoint import open_checkpoint  # the server begins without it
-    from ..viewing.inspect import is_adapter
+    from ..adapters.modules import is_adapter  # the server begins without them
+    from ..files.checkpoint import open_checkpoint
 
     return is_adapter(open_checkpoint(path))
 

@@ -28,6 +28,7 @@ from ..models.blocks import adapter_groups, network_of
 from ..models.names import denoiser_of, of_the_denoiser
 from ..models.prefixes import PREFIXES, innermost
 from ..text import by_pattern, is_finite
+from .file_verdict import INCOMPLETE
 from .training import training
 
 TRAINERS: Final = (
@@ -79,11 +80,11 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
     alpha = {**_configured(file, ranks), **alpha}
     dora = sum("magnitude" in m.shared for m in file.modules)
-    lacking, algorithms = _gaps(file), _algorithms(file)
-    kinds = Counter("incomplete" if m.where in lacking else algorithms[m.where] for m in file.modules)
-    numbers = Counter(ranks.values())
+    lacking = _gaps(file)
+    algorithms = _algorithms(file) | dict.fromkeys(lacking, INCOMPLETE)
+    numbers, kinds = Counter(ranks.values()), dict(Counter(algorithms.values()).most_common())
     return {
-        "kind": "adapter", "algorithms": dict(kinds.most_common()), **({"dora": dora} if dora else {}),
+        "kind": "adapter", "algorithms": kinds, **({"dora": dora} if dora else {}),
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
@@ -134,7 +135,7 @@ def kind_of(name: str) -> str:
 
 def algorithm_of(module: Module) -> str:
     """Return the algorithm that the tensors of a module most likely belong to; "incomplete" if none fits."""
-    return next(iter(module.complete), "incomplete")
+    return next(iter(module.complete), INCOMPLETE)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -152,7 +153,7 @@ def _gaps(file: AdapterFile) -> Mapping[str, Gap]:
 
 def _incomplete(file: AdapterFile, lacking: Mapping[str, Gap]) -> Iterator[str]:
     """Yield the modules that lack a tensor: by the table of algorithms, or by comparison with the others."""
-    yield from (m.where for m in file.modules if not m.complete)
+    yield from (m.where for m in file.modules if not m.complete and m.where not in lacking)
     yield from (f"{name} has no {gap.key}" for name, gap in lacking.items())
 
 
@@ -174,14 +175,16 @@ def _algorithms(file: AdapterFile) -> dict[str, str]:
 def _patterns(
     algorithms: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Return pattern of names → algorithm, number of modules, ranks and alphas."""
+    """Return pattern of names → algorithm, number of modules, ranks and alphas; an incomplete module is apart."""
+    complete = [name for name, algorithm in algorithms.items() if algorithm != INCOMPLETE]
+    named = {**by_pattern(complete), **{name: [name] for name in algorithms.keys() - {*complete}}}
     return {
         pattern: {
             "algorithm": ", ".join(Counter(algorithms[n] for n in names)), "modules": len(names),
             "ranks": sorted({ranks[n] for n in names if n in ranks}),
             "alphas": sorted({a for n in names for a in alphas.get(n, ())}),
         }
-        for pattern, names in by_pattern(algorithms).items()
+        for pattern, names in named.items()
     }  # fmt: skip
 
 

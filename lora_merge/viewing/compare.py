@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..adapters.modules import is_adapter
 from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, percent, share_of, table
 from ..files.checkpoint import Index, open_checkpoint
+from ..paths import exists
 from ..planning.downloads import Announce, downloaded_paths, downloads
+from ..planning.fitting_files import missing_input
 from ..planning.recipe import KEY, parsed
 from ..progress import Progress, counted, unwatched
-from ..text import by_reason, is_finite, listed, plural, size
+from ..text import by_reason, is_finite, json_text, listed, plural, size
+from .base import FORMER
 from .compare_verdict import adapter_verdict, model_verdict, signed
-from .inspect import is_adapter
 from .json_schemas import schema
+from .text import as_typed
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
@@ -45,6 +49,9 @@ def compare(  # noqa: PLR0913  # two for pages and progress
     `base`: for two adapters that spell the names of modules in other words, or whose formulas read the weights.
     `pictures`: with spectra and histograms, which pages show.
     """
+    for path, other in ((a, b), (b, a)):
+        if not exists(path) and exists(other):
+            raise missing_input(path, adapter=is_adapter(open_checkpoint(other)), partners=[other])
     first, second = open_checkpoint(a), open_checkpoint(b)
     kinds = [is_adapter(index) for index in (first, second)]
     if kinds[0] != kinds[1]:
@@ -177,22 +184,40 @@ def _precision(index: Index, name: str) -> tuple[bool, float]:
 
 
 def _merge(index: Index, base: Index) -> list[str]:
-    """Return the adapters that were merged into a base to get a model, with their strengths, by the model's recipe; []
-    if its recipe does not name this base."""
-    recipe = parsed(index.metadata.get(KEY, "")) or {}
-    named, adapters = recipe.get("base"), recipe.get("adapters")
-    if not isinstance(named, Mapping) or not isinstance(adapters, list):
-        return []
-    files = named.get("files") if isinstance(named.get("files"), list) else []
-    stated = {(f.get("name"), f.get("size")) for f in files or [] if isinstance(f, Mapping)}
+    """Return the adapters that were merged into a base to get a model, in one merge or in several, each with the sum of
+    its strengths: 0 for one that was taken out again. By the model's recipes; [] if none of them names this base."""
+    recipe, refs = parsed(index.metadata.get(KEY, "")), list[Mapping[str, Any]]()
+    for _ in range(FORMER):
+        named, adapters = (recipe or {}).get("base"), (recipe or {}).get("adapters")
+        if not isinstance(named, Mapping) or not isinstance(adapters, list):
+            return []
+        refs[:0] = [a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))]
+        if _is_of(base, named.get("files")):
+            return [*_sums(refs)]
+        recipe = named.get("recipe") if isinstance(named.get("recipe"), dict) else None
+    return []
+
+
+def _sums(refs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the adapters of recipes, each with the sum of its strengths, as they are typed."""
+    strengths: dict[str, tuple[str, float]] = {}
+    for ref in refs:
+        content = json_text([ref.get("files"), ref.get("parts")])
+        name, strength = strengths.get(content, (str(ref.get("name")), 0.0))
+        strengths[content] = name, strength + ref["strength"]
+    parts = {json_text([ref.get("files"), ref.get("parts")]): as_typed(ref.get("parts")) for ref in refs}
+    yield from (f"{name}:{round(strength, 9):g}{parts[key]}" for key, (name, strength) in strengths.items())
+
+
+def _is_of(base: Index, files: object) -> bool:
+    """Return whether a checkpoint has the files that a recipe states, by name and size."""
+    stated = (
+        {(f.get("name"), f.get("size")) for f in files if isinstance(f, Mapping)} if isinstance(files, list) else {}
+    )
     folder = base.path.is_dir()
-    present = {
+    return stated == {
         (f.relative_to(base.path).as_posix() if folder else f.name, base.headers[f].state.size) for f in base.files
     }
-    if stated != present:
-        return []
-    refs = [a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))]
-    return [f"{a.get('name')}:{a['strength']:g}" for a in refs]
 
 
 def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:

@@ -6,6 +6,7 @@ rounding is known of every number; what two adapters have in common follows from
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any, Final
@@ -26,6 +27,9 @@ INDEPENDENT: Final = 0.1
 
 UNRELATED: Final = 0.8
 """‖B − A‖ / ‖A‖ of models that were trained apart, which is about √2; that of fine-tunes is below a half."""
+
+TAKEN_OUT: Final = re.compile(r":0(?=,|$)")
+"""The strength of an adapter that a later merge has taken out again."""
 
 LEAST_MODULES: Final = 3  # modules from which a strength is concluded
 
@@ -67,9 +71,12 @@ def _different(result: Mapping[str, Any], besides: str) -> dict[str, Any]:
         return _verdict("different weights", "bad", f"{text}{besides}.")
     changes = _changes(result, different, rounded)
     if merged:
-        base = "A" if merged == "B" else "B"
-        adapters = listed(result["merges"]["AB".index(merged)], 3)
-        text = f"{merged} is {base} with {adapters} merged, by the recipe in {merged}: {changes}"
+        base, every = "A" if merged == "B" else "B", result["merges"]["AB".index(merged)]
+        if not (left := [adapter for adapter in every if not TAKEN_OUT.search(adapter)]):
+            names = listed((TAKEN_OUT.sub("", adapter) for adapter in every), 3)
+            text = f"{merged} is {base} again, with {names} merged and taken out, by the recipe in {merged}: {changes}"
+            return {**_verdict("rounding", "good", f"{text}{besides}."), "inner": base}
+        text = f"{merged} is {base} with {listed(left, 3)} merged, by the recipe in {merged}: {changes}"
         return {**_verdict("merged", "good", f"{text}{besides}."), "inner": base}
     return _verdict("changed", "good", f"B is A with changes: {changes}{besides}.")
 

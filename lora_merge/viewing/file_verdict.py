@@ -15,7 +15,7 @@ from ..algorithms import ALGORITHMS
 from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..files.file_signatures import instead
 from ..models.names import CLASS_ENDS, stated_class
-from ..paths import input_name
+from ..paths import input_name, typed
 from ..text import listed, plural, size
 
 NETWORK_TITLES: Final = {
@@ -30,6 +30,9 @@ WHOLE_MODELS: Final = ("model", "transformer")
 """Networks that are all of a model, whose names say nothing."""
 
 BILLION: Final = 10**9
+
+INCOMPLETE: Final = "incomplete"
+"""What stands for the algorithm of a module that lacks a tensor."""
 
 
 def model_of(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
@@ -88,13 +91,20 @@ def _fit(match: Mapping[str, Any]) -> str:
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
-    kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
+    kinds = listed(_title(name) for name in facts["algorithms"] if name != INCOMPLETE) or "Adapter without modules"
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
     parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"] if name not in WHOLE_MODELS)
     model = _base_of(facts)
     made_for = f", for {model}" if model != "unknown" else ", for an unknown model"
-    return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
+    lacking = f" {are}." if (are := incomplete(facts)) else ""
+    return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}.{lacking}"
+
+
+def incomplete(facts: Mapping[str, Any]) -> str:
+    """Return how many modules of an adapter lack a tensor, in words; "" if none does."""
+    some = facts.get("incomplete", ())
+    return plural(len(some), "module is", "modules are") + " incomplete" if some else ""
 
 
 def _base_of(facts: Mapping[str, Any]) -> str:
@@ -177,9 +187,38 @@ def _training(facts: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[
         yield str(date)[:10]
 
 
+def misplaced(files: Sequence[Mapping[str, Any]], words: Sequence[str]) -> tuple[list[str], bool]:
+    """Return why files are not shown as a base with its adapters, and whether what follows the base cannot fit it.
+
+    `words`: the files as they are typed.
+    """
+    kinds = ["other" if _other_kind(facts) else facts["kind"] for facts in files]
+    if kinds.count("checkpoint") != 1:
+        return [], False
+    by_kind = {kind: [word for word, own in zip(words, kinds, strict=True) if own == kind] for kind in kinds}
+    named = {name_of(facts): _other_kind(facts) for facts in files if kinds[0] == "checkpoint" and _other_kind(facts)}
+    reasons = [f"{name} is no adapter: it is {_with_article(what)}" for name, what in named.items()]
+    if "adapter" in by_kind:
+        right = typed(["lora-merge", "inspect", *by_kind["checkpoint"], *by_kind["adapter"]])
+        reasons.append(f"to see whether adapters fit, name the base first, and adapters alone after it: {right}")
+    return reasons, bool(named) and "adapter" not in by_kind
+
+
+def _with_article(what: str) -> str:
+    return f"{'an' if what[:1].lower() in 'aeiou' else 'a'} {what}"
+
+
+SIZE_TITLE: Final = "size"
+
+
+def name_of(facts: Mapping[str, Any]) -> str:
+    """Return the name of a file, without its folder."""
+    return str(facts["path"]).replace("\\", "/").rpartition("/")[2]
+
+
 def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each file: name, what it is, rank, size, trigger words."""
-    yield "file", "what", "for", "rank", "size", "trigger words"
+    yield "file", "what", "for", "rank", SIZE_TITLE, "trigger words"
     for facts in files:
         adapter, other = facts["kind"] == "adapter", _other_kind(facts)
         kinds = counts_by_kind(facts["algorithms"]) if adapter else other or facts["kind"]
@@ -187,5 +226,5 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
         every = list(facts.get("ranks", ()))
         ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()
-        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, named, ranks,
+        yield (name_of(facts), kinds, named, ranks,
                size(facts["bytes"]), ", ".join(words))  # fmt: skip

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..adapters.modules import looks_like_adapter, weight_shapes
-from ..errors import FitError, UsageError
+from ..adapters.modules import is_adapter, weight_shapes
+from ..errors import MergeError, RemoteError, UsageError
 from ..files.checkpoint import Index
 from ..files.file_uses import Folder, adapter_folder
 from ..files.side_files import base_folder
@@ -116,11 +116,6 @@ def _folder(index: Index, *, of_adapter: bool) -> Folder | None:
     return adapter_folder(index) if of_adapter else base_folder(index)
 
 
-def is_adapter(index: Index) -> bool:
-    """Return whether a checkpoint is an adapter."""
-    return "peft_type" in index.config or looks_like_adapter(index)
-
-
 def _fit(
     path: Path, adapter: Adapter, opened: CheckpointCache, numbers: Callable[[Plan], Any] | None
 ) -> dict[str, Any]:
@@ -135,7 +130,9 @@ def _fit(
     facts: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
     try:
         matched = match(Inputs.joined(job, base, lookup, (file,)))
-    except FitError as e:
+    except RemoteError:
+        raise
+    except MergeError as e:  # it does not fit, or is incomplete
         error = {"what": e.what, "where": e.where, "fix": e.fix}
         return {**facts, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
     (matching,) = matched.adapters

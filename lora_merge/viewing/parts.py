@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..adapters.modules import is_adapter
 from ..errors import UsageError
 from ..models.blocks import CURVES, FLUX_ALL, PRESETS, blocks
 from ..paths import typed
 from ..planning.checkpoint_cache import CheckpointCache
-from .inspect import is_adapter
 from .json_schemas import schema
 
 

@@ -30,7 +30,7 @@ from ..facts import (
 from ..report import note_row
 from ..survival import judged, spoken
 from ..text import by_reason, json_text, listed, plural, size
-from .file_verdict import top
+from .file_verdict import incomplete, top
 from .formats import format_line, plain_line
 from .hashes import hash_title
 from .training import FACT_ENTRIES, dataset_line
@@ -106,9 +106,8 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     if whole := facts.get("whole"):
         yield line("whole", f"{plural(len(whole), 'tensor replaces', 'tensors replace')} the base's: {listed(whole)}")
     yield from _stored(facts)
-    if incomplete := facts.get("incomplete"):
-        are = plural(len(incomplete), "module is", "modules are")
-        yield line("warning", f"{are} incomplete: {listed(incomplete)}")
+    if are := incomplete(facts):
+        yield line("warning", f"{are}: {listed(facts['incomplete'])}")
     if (numbers := facts.get("weights")) and facts.get("modules") != 0:
         yield from _changed(numbers)
     yield from _sized(facts.get("sizes") or {})
@@ -202,11 +201,11 @@ def merge_origin(row: Mapping[str, Any]) -> str:
     """Return one of the merges from which a model comes, in words."""
     if "inputs" in row:
         return str(row["inputs"])
-    adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in row["adapters"])
+    adapters = ", ".join(f"{a['name']}:{a['strength']}{as_typed(a['parts'])}" for a in row["adapters"])
     return f"{row['base']} + {adapters} ({row['by']})"
 
 
-def _parts(value: object) -> str:
+def as_typed(value: object) -> str:
     """Return the parts in a recipe as they are typed behind an adapter, ",te=0.0"; "" for what is no list of them."""
     pairs = [p for p in value if isinstance(p, list) and len(p) == 2] if isinstance(value, list) else []
     return "".join(f",{part}={factor}" for part, factor in pairs)

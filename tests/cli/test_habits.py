@@ -19,11 +19,12 @@ from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
-from lora_merge.planning import checkpoint_cache
+from lora_merge.planning import fitting_files
 from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import load, save
+from tests.kit.flux import flux, of_flux
 from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
@@ -161,7 +162,7 @@ def test_no_command_is_invented(run: Run, words: str) -> None:
     ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
     ("base lora --rank 16", "the rank is that of the adapter; another one: lora-merge resize lora --rank 16"),
-    ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength after each file: ADAPTER:0.8"),
+    ("base lora -o=x", "write -o x"), ("base lora:0.5 --scale 0.8", "leave it out, and multiply each strength by it: lora.safetensors:0.4"),
     ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
     ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "write lora-merge resize lora --rank 4"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
@@ -647,10 +648,10 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("resize lora --rank 90%", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
     ("convert lora --to PEFTT", "did you mean peft? write lora-merge convert lora --to peft"),
     ("lora base --dtype bf16", "name the base first: lora-merge base lora --dtype bf16"),
-    ("lora", "name the base first: lora-merge BASE lora"),
-    ("lora loras/ink:0.5 -o both.safetensors", "name the base first: lora-merge BASE lora loras/ink:0.5 -o both.safetensors; "
+    ("lora", "name the base first: lora-merge base.safetensors lora"),
+    ("lora loras/ink:0.5 -o both.safetensors", "name the base first: lora-merge base.safetensors lora loras/ink:0.5 -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora loras/ink:0.5 -o both.safetensors"),
-    ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge BASE lora:0.5 loras/ink -o both.safetensors; "
+    ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge base.safetensors lora:0.5 loras/ink -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora:0.5 loras/ink -o both.safetensors"),
     ("lora:0.5 base --dtype bf16", "name the base first: lora-merge base lora:0.5 --dtype bf16"),
     ("base lora loras/ink -s 0.5", "give one for each, in order: -s 0.5 -s 0.5; or write lora.safetensors:0.5 loras/ink.safetensors:0.5"),
@@ -691,8 +692,43 @@ def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
     assert run("lorb.safetensors", "lora")[2].endswith("fix:   check the path; its folder has base.safetensors\n")
     assert run("base", "bose")[2].endswith("fix:   check the path; its folder has lora.safetensors\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_cache, "LOOK_SECONDS", 0.0)
+        patch.setattr(fitting_files, "LOOK_SECONDS", 0.0)
         assert "base.safetensors" in run("base", "bose")[2].partition("fix:")[2]
+
+
+@pytest.mark.parametrize(("words", "right"), [
+    ("flux", "name an adapter; its folder has of_flux.safetensors; write lora-merge flux of_flux.safetensors:0.8"),
+    ("flux --dtype bf16", "name an adapter; its folder has of_flux.safetensors; write lora-merge flux of_flux.safetensors:0.8 --dtype bf16"),
+    ("of_flux", "name the base first: lora-merge flux.safetensors of_flux"),
+    ("of_flux.safetensors lora", "name the base first; or combine the adapters: lora-merge combine of_flux.safetensors lora -o both.safetensors"),
+    ("batch flux.safetensors", "one merge needs no file: lora-merge flux.safetensors of_flux.safetensors:0.8"),
+    ("batch of_flux.safetensors", "one merge needs no file: lora-merge flux.safetensors of_flux.safetensors"),
+    ("flux qqq", "check the path; its folder has of_flux.safetensors"),
+    ("flux of_flux qqq.safetensors", "if it is the output, write -o qqq.safetensors; else check the path; its folder has of_flux.safetensors; "
+     "write lora-merge flux of_flux -o qqq.safetensors"),
+    ("compare flux qqq", "check the path; its folder has no model that fits"), ("compare lora qqq", "check the path; its folder has of_flux.safetensors"),
+    ("extract flux qqq -o y", "check the path; its folder has no model that fits"),
+    ("qqq.safetensors of_flux", "check the path; its folder has flux.safetensors"), ("flux lorx", "check the path; its folder has of_flux.safetensors"),
+    ("vae", "load it at generation time: a merge does not replace the VAE of a checkpoint"),
+    ("merge", "lora-merge base.safetensors lora.safetensors:0.8; see lora-merge help merge"),
+    ("alone/other", "name an adapter; its folder has no adapter that fits"),
+    ("alone/other qqq", "check the path; its folder has no adapter that fits"),
+    ("batch alone/other.safetensors", "one merge needs no file"),
+])  # fmt: skip
+def test_files_of_a_fix_fit_each_other(run: Run, words: str, right: str) -> None:
+    """By their headers; without such a file none is named, and no place for one."""
+    save(flux(), Path("flux.safetensors"))
+    save(of_flux(), Path("of_flux.safetensors"))
+    save(
+        {"encoder.conv_in.weight": rand(8, 3, 3, 3), "decoder.conv_in.weight": rand(8, 4, 3, 3)},
+        Path("vae.safetensors"),
+    )
+    Path("alone").mkdir()
+    save(
+        {name: rand(*t.shape[:-1], t.shape[-1] + 1) for name, t in sd1_sample().items()},
+        Path("alone/other.safetensors"),
+    )
+    assert right in run(*words.split())[2]
 
 
 def test_each_of_two_ways_of_a_fix_is_a_line(run: Run) -> None:

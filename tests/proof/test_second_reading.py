@@ -23,6 +23,7 @@ from lora_merge.algorithms import Shape
 from lora_merge.cli.reports import plain_lines
 from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import FitError, UsageError, VerificationFailed
+from lora_merge.facts import strengths
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import ModulePlacer
@@ -39,7 +40,7 @@ from lora_merge.proof.second_reading.modules import groups
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
 from lora_merge.proof.second_reading.rows import ModulePart, Networks, WeightPlace
 from lora_merge.recipes.replay import prove
-from lora_merge.report import placed, proof_rows
+from lora_merge.report import placed, proof_rows, second_reading
 from lora_merge.row_ranges import RowNumbers
 from tests.kit.adapters import kohya, unread
 from tests.kit.blocks import SPELLINGS
@@ -409,6 +410,15 @@ def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
         assert said[-1] == (f"matching placement confirmed for {matching['proven']} of {matching['modules']} modules; "
                             "of the other 1 the values alone: lora_unet_time_embed_0; the second reading cannot "
                             "resolve their tensor names (1)")  # fmt: skip
+
+
+def test_adapter_that_no_second_reading_resolves_is_said_to_be_right() -> None:
+    """A count of none would frighten; strengths have a minus sign, and their exponents a hyphen."""
+    none = {"modules": 192, "proven": 0, "alone": ["a", "b"], "why": {"layer names": 192}}
+    words = "the values of all 192 modules are right, their placement was not checked a second time"
+    assert placed(none) == f"{words} (the second reading cannot resolve layer names)"
+    assert second_reading(none).startswith(f"{words}: a, b and 190 more; ")
+    assert strengths({"unet": {-0.8: 3, 1e-05: 1}}) == "1e-05× unet (1), −0.8× unet (3)"
 
 
 def test_known_modules_are_reported() -> None:

@@ -196,6 +196,28 @@ def test_quantisation_and_a_missing_recipe_are_named_in_the_note(tmp_path: Path)
     assert "rounding step" not in said[1]
 
 
+def test_mistakes_are_answered_with_the_line(files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An adapter for a merge, a merge without a recipe or an output, a strength without its adapter, another adapter."""
+    monkeypatch.chdir(files)
+    plain = tmp_path / "plain.safetensors"
+    lora_merge.merge("base.safetensors", "a.safetensors", plain, no_metadata=True)
+    out = ["-o", str(tmp_path / "x.safetensors")]
+    for words, right in (
+        (["merged.safetensors", "-s", "0.5", *out], f"write lora-merge unmerge merged.safetensors b.safetensors -s 0.5 {' '.join(out)}"),
+        (["merged.safetensors", "-s", "0.9,0.7", *out], f"write lora-merge unmerge merged.safetensors a.safetensors b.safetensors -s 0.9,0.7 {' '.join(out)}"),
+        (["merged.safetensors", "-s", "2", *out], "name the adapter"),
+        (["a.safetensors"], "name the merged checkpoint first, and after it the adapters to take out"),
+        (["base.safetensors"], "only outputs of lora-merge carry a recipe; name its adapters"),
+        ([plain, "a.safetensors"], f"write lora-merge unmerge {plain} a.safetensors -o plain-unmerged.safetensors"),
+        (["merged.safetensors"], "write lora-merge unmerge merged.safetensors -o merged-unmerged.safetensors"),
+        (["merged.safetensors", "dora.safetensors", *out], f"write lora-merge unmerge merged.safetensors a.safetensors {' '.join(out)}"),
+    ):  # fmt: skip
+        code, _, err = run("unmerge", *words)
+        assert code in (2, 3, 4) and err.endswith(f"{right}\n") and "``" not in err, err
+    report = lora_merge.unmerge(plain, "a.safetensors", out[1])
+    assert any("merged into it as a.safetensors:1: unless it was" in note for note in report.notes)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two merges one after the other: of ink at 0.5 and oil at 0.25 for a part, then of chalk; and an adapter apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,38 @@ def test_several_files_are_shown_one_after_the_other(scene: Scene) -> None:
     code, out, _ = run("inspect", scene.base, scene.ink, scene.oil, "--json")
     assert [Path(f["match"]["adapter"]).stem for f in json.loads(out)["files"]] == ["ink", "oil"]
     assert run("inspect", scene.folder / "*.safetensors")[1].count("match ") == 2
+
+
+def test_files_in_another_order_and_files_that_are_no_adapter_are_answered(scene: Scene, tmp_path: Path) -> None:
+    """A check of a script ends with 4 where nothing after the base can fit it; a table of several files with 0."""
+    vae = save({"decoder.conv_in.weight": rand(8, 4, 3, 3)}, tmp_path / "vae.safetensors")
+    code, out, _ = run("inspect", scene.ink, scene.base)
+    assert (
+        code == 0
+        and f"name the base first, and adapters alone after it: lora-merge inspect {scene.base} {scene.ink}" in out
+    )
+    code, out, _ = run("inspect", scene.base, vae)
+    assert code == 4 and "vae.safetensors is no adapter: it is a VAE" in out
+    code, out, _ = run("inspect", scene.base, scene.ink, vae)
+    assert code == 0 and "vae.safetensors is no adapter" in out and f"inspect {scene.base} {scene.ink}\n" in out
+    assert "no adapter" not in run("inspect", vae, scene.base)[1] + run("inspect", scene.base, scene.base)[1]
+    assert run("inspect", scene.base, scene.folder / "nothing.safetensors").err.endswith(
+        "its folder has ink.safetensors, oil.safetensors\n"
+    )
+
+
+def test_adapter_that_is_incomplete_does_not_fit(scene: Scene, tmp_path: Path) -> None:
+    """Its base and the other adapters are shown all the same."""
+    gone = next(key for key in load(scene.ink) if key.endswith("lora_down.weight"))
+    half = save({k: v for k, v in load(scene.ink).items() if k != gone}, tmp_path / "half.safetensors")
+    code, out, _ = run("inspect", scene.base, scene.ink, half)
+    assert (
+        code == 4
+        and "ink.safetensors fits: all 20 modules match. half.safetensors does not fit: it is incomplete." in out
+    )
+    alone = run("inspect", half)[1]
+    assert len(re.findall("1 module is incomplete", alone)) == 2 and "incomplete 1" in alone
+    assert re.search(r"layers +incomplete.*: 1 module\n", alone) and re.search(r"layers +lora.*: 19 modules\n", alone)
 
 
 def test_numbers_are_those_of_the_merge(scene: Scene, tmp_path: Path) -> None:

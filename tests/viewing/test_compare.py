@@ -292,6 +292,13 @@ def test_merge_on_a_base_is_named_by_its_recipe(scene: Scene, tmp_path: Path) ->
         f"B is A with {scene.ink.name}:0.8 merged, by the recipe in B: {report.changed} of"
     )
     assert _verdict(out, scene.base)["text"].startswith("A is B with")
+    lora_merge.merge(out, scene.oil, both := tmp_path / "both.safetensors")
+    assert f"A with {scene.ink.name}:0.8, {scene.oil.name}:1 merged" in _verdict(scene.base, both)["text"]
+    lora_merge.unmerge(both, [scene.ink, scene.oil], back := tmp_path / "back.safetensors")
+    verdict = _verdict(scene.base, back)
+    assert verdict["kind"] in ("rounding", "equal")
+    if verdict["kind"] == "rounding":
+        assert f"B is A again, with {scene.ink.name}, {scene.oil.name} merged and taken out" in verdict["text"]
     other.parent.mkdir()
     assert _verdict(save(load(scene.base), other), out)["kind"] == "changed"  # a base of another name
 

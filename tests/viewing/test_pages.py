@@ -128,14 +128,45 @@ def test_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp_p
     page = tmp_path / "page.html"
     assert run("inspect", scene.base, scene.ink, scene.oil, "--weights", "--html", page).code == 0
     made = content(page.read_text(encoding="utf-8"))
-    overview = made["tables"][0]
-    assert [row[3] for row in overview["rows"]] == [str(scene.ink), str(scene.oil)]
-    assert all(row[4] == row[5] > 0 for row in overview["rows"])
-    names = [f"{scene.base.name} + {one.name}" for one in (scene.ink, scene.oil)]
+    names = [one.name for one in (scene.ink, scene.oil)]
     assert [one["title"].partition(":")[0] for one in made["heat_maps"]] == names
     dom = shown(page, tmp_path / "profile")
     assert dom.count("heatmaplayer") >= 2
     assert all(f"{name}: summary" in unescape(dom) for name in names)
+
+
+def test_page_of_a_base_with_adapters_has_every_file_once_and_the_verdict_of_the_terminal(
+    scene: Scene, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    wide = {
+        k: rand(v.shape[0], 3 * v.shape[1]) if k.endswith("to_q.lora_down.weight") else v
+        for k, v in load(scene.ink).items()
+    }
+    other = save(wide, tmp_path / "other.safetensors")
+    code, out, _ = run("inspect", scene.base, scene.ink, other, "--html", page)
+    made = content(page.read_text(encoding="utf-8"))
+    assert (code, made["title"], made["verdict"]["level"]) == (4, "3 files", "bad")
+    assert made["verdict"]["text"] == out.partition("\n")[0].removeprefix("verdict").strip()
+    assert [row[0] for row in made["tables"][0]["rows"]] == [scene.base.name, scene.ink.name, other.name]
+    assert [row[1:] for row in made["tables"][0]["rows"]][1:] == [
+        ["adapter: fits", 20, 20],
+        ["adapter: does not fit", 0, 20],
+    ]
+    titles = [one["title"] for one in made["tables"]]
+    assert len(titles) == len({*titles}) and f"{scene.base.name}: summary" in titles
+    assert run("inspect", scene.ink, scene.oil, "--html", page).code == 0
+    made = content(page.read_text(encoding="utf-8"))
+    assert [column["title"] for column in made["tables"][0]["columns"]][:5] == ["file", "what", "for", "rank", "size"]
+
+
+def test_page_of_a_merge_that_is_taken_back_says_so(scene: Scene, tmp_path: Path) -> None:
+    page, merged, out = (tmp_path / name for name in ("page.html", "m.safetensors", "u.safetensors"))
+    assert run(scene.base, scene.ink, "-o", merged, "--quiet").code == 0
+    assert run("unmerge", merged, scene.ink, "-o", out, "--html", page, "--quiet").code == 0
+    made = content(page.read_text(encoding="utf-8"))
+    assert made["kind"] == "Unmerge" and made["verdict"]["text"].startswith("Unmerged and verified: ")
+    assert not any("unmerge" in str(one) for one in made["commands"])
 
 
 def test_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> None:
@@ -432,7 +463,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
         (["compare", scene.base, tmp_path / "job.safetensors"], "Comparison"),
         (["compare", scene.ink, scene.oil, "--base", scene.base], "Comparison"),
         (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Combined adapter"),
-        (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Merge"),
+        (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Unmerge"),
     ):  # fmt: skip
         page.unlink(missing_ok=True)
         assert run(*words, "--html", page).code == 0, words

@@ -67,10 +67,13 @@ def _stored(place: Place) -> str:
     return place.view.row_slices[0].key
 
 
-def enlarged(old: WeightView, new: WeightView) -> bool:
-    """Return whether a whole tensor has other rows, as embeddings and heads have after new tokens."""
+def enlarged(place: Place, new: WeightView) -> bool:
+    """Return whether a whole tensor outside of the numbered layers has other rows, as embeddings and heads have after
+    new tokens."""
+    old = place.view
     plain = all(len(v.row_slices) == 1 and not v.row_slices[0].transposed for v in (old, new))
-    return plain and old.shape[1:] == new.shape[1:] and len(old.shape) == len(new.shape) > 0
+    alike = old.shape[1:] == new.shape[1:] and len(old.shape) == len(new.shape) > 0
+    return plain and alike and not _stacks(f"{place.prefix}{place.module}.")
 
 
 def added(extra: Sequence[Place], here: Sequence[Place]) -> list[Pair]:
@@ -153,11 +156,12 @@ def paired(
             pairs += (
                 [separate or Pair(place, view)] if prod(view.shape) else []
             )  # without numbers there is no difference
-        elif to.whole and enlarged(place.view, view):
+        elif to.whole and enlarged(place, view):
             pairs.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))
         else:
-            resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned, share=True)))
+            other = _other_models(base, tuned, share=enlarged(place, view), resized=True)
+            resized.append(_expect_alike(place, view, lenient=lenient, other=other))
     if absent:
         raise _other_models(base, tuned, share=bool(pairs)) or _absent(absent, pairs)
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
@@ -185,15 +189,21 @@ def paired(
     return Pairs(tuple(pairs), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, share: bool) -> FitError | None:
+def _other_models(
+    base: tuple[Index, Names], tuned: tuple[Index, Names], *, share: bool, resized: bool = False
+) -> FitError | None:
     """Return the error for two checkpoints of different models; None where it is not known what both are, or where one
-    may be a part of the other. `share`: whether they have weights in common."""
+    may be a part of the other. `share`: whether they have weights in common; `resized`: whether one has another shape,
+    so that the classes of their configurations count too."""
     (one, first), (two, other) = base, tuned
-    if first.what == other.what or UNKNOWN_TITLE in {first.what, other.what}:
+    titles = (first.what, other.what)
+    if resized and first.what == other.what:
+        titles = (first.title, other.title)
+    if titles[0] == titles[1] or UNKNOWN_TITLE in titles:
         return None
     if share and not all(lookup.known and lookup.known.component not in PARTS for lookup in (first, other)):
         return None
-    what = f"different models: {kind_of_model(first.what)} and {kind_of_model(other.what)}"
+    what = f"different models: {' and '.join(map(kind_of_model, titles))}"
     return FitError(what, f"{one.path} and {two.path}", ITS_BASE)
 
 
@@ -203,7 +213,7 @@ def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitEr
     key = place.view.row_slices[0].key
     if not lenient:
         where = f"{key}: {[*place.view.shape]}, in the tuned one {[*view.shape]}"
-        fix = _fix(in_folder=enlarged(place.view, view))
+        fix = _fix(in_folder=enlarged(place, view))
         raise other or FitError("a weight has another shape in the tuned checkpoint", where, fix)
     return key
 

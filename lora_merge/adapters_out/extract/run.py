@@ -155,7 +155,7 @@ def _base(job: AdapterJob) -> Path:
 def _model(job: AdapterJob, path: Path, cache: CheckpointCache) -> tuple[Index, Names]:
     """Return one of the two checkpoints; InputError for an adapter, whose change needs no extraction."""
     try:
-        return cache.base(path, job.inputs.map)
+        return cache.base(path, job.inputs.map, partners=[p for p in (_base(job), job.adapters[0].path) if p != path])
     except AdapterAsBase as e:
         fix = f"merge it first: `lora-merge BASE {typed([str(path)])}`"
         raise InputError("extract takes two checkpoints, and this is an adapter", e.where, fix) from e
@@ -307,7 +307,7 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
     share = f"{100 * max(0.0, above):.4g} %"
     text = f"both checkpoints are 16-bit: {share} of the difference is a change, the rest rounding noise"
-    return [Note(text)] * bool(known)
+    return [Note(text)] * (bool(known) and share != "100 %")
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:

@@ -14,7 +14,7 @@ from ...facts import between, counts_by_kind
 from ...models.blocks import in_order
 from ...text import plural
 from ..compare import compare_summary
-from ..file_verdict import top
+from ..file_verdict import LEVELS, SIZE_TITLE, name_of, of_all, table_of_files, top
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
 from ..training import THUMBNAIL
@@ -204,30 +204,29 @@ def _blocks_that_differ(page: PageContent, blocks: Values) -> None:
 
 
 def files_page(files: Sequence[Values]) -> dict[str, Any]:
-    """Return the content of a page about several files: a table of all, then what the page of each would have."""
-    page = PageContent("Files", plural(len(files), "file"))
+    """Return the content of a page about several files, or about a base with adapters: a table of all with the verdict
+    of the terminal, then what the page of each would have."""
+    on_base = all("match" in facts for facts in files)
+    count = plural(len(files) + on_base, "file")
+    page = PageContent("Files", count)
     levels = [facts.get("verdict", {}).get("level", "good") for facts in files]
-    bad = sum(level == "bad" for level in levels)
-    worst = next((level for level in ("bad", "warning") if level in levels), "good")
-    sound = "all are sound" if worst == "good" else f"{bad} of them do not fit" if bad else "some have warnings"
-    page.verdict(worst, f"{plural(len(files), 'file')}: {sound}.")
-    page.table(
-        "Files",
-        [
-            "file",
-            "kind",
-            "made for",
-            "adapter on it",
-            "modules matched",
-            "of",
-            "tensors",
-            {"title": "size", "unit": "B"},
-        ],
-        (_file_row(f) for f in files),
-        first=True,
-        marks=["" if level == "good" else level for level in levels],
-    )
-    for name, single in zip(map(_pair_title, files), map(file_page, files), strict=True):
+    if on_base:
+        page.verdict(**of_all(files)["verdict"])
+        base = {name: fact for name, fact in files[0].items() if name not in ("match", "verdict")}
+        rows: list[list[Any]] = [[name_of(base), base["architecture"], None, None], *map(_match_row, files)]
+        page.table("Files", FITS, rows, first=True, marks=["", *("" if level == "good" else level for level in levels)])
+        parts = [(name_of(base), file_page(base)), *((Path(f["match"]["adapter"]).name, _match_page(f)) for f in files)]
+    else:
+        bad = max(levels, key=LEVELS.index)
+        page.verdict(bad, f"{count}: {'all are sound' if bad == 'good' else 'some have warnings'}.")
+        titles, *lines = table_of_files(files)
+        filled = [n for n in range(len(titles)) if any(row[n] for row in lines)]
+        columns: list[Column] = [{"title": titles[n], "unit": "B" * (titles[n] == SIZE_TITLE)} for n in filled]
+        sized = zip(files, lines, strict=True)
+        rows = [[f["bytes"] if titles[n] == SIZE_TITLE else row[n] for n in filled] for f, row in sized]
+        page.table("Files", columns, rows, first=True, marks=["" if level == "good" else level for level in levels])
+        parts = [(name_of(facts), file_page(facts)) for facts in files]
+    for name, single in parts:
         page.table(f"{name}: summary", ["fact", "value"], single["summary"])
         for kind in ("tables", "heat_maps", "bars", "curves"):
             page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in single[kind]]
@@ -238,17 +237,22 @@ def files_page(files: Sequence[Values]) -> dict[str, Any]:
     return page.data
 
 
-def _pair_title(facts: Values) -> str:
-    """Return the name of a file, or of a base and the adapter that was looked at with it."""
-    adapter = (facts.get("match") or {}).get("adapter")
-    return Path(facts["path"]).name + (f" + {Path(adapter).name}" if adapter else "")
+FITS: Final = ("file", "what", "modules matched", "of")
 
 
-def _file_row(facts: Values) -> list[Any]:
-    match = facts.get("match") or {}
-    made_for = facts.get("architecture") or facts.get("made_for")
-    return [facts["path"], facts["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
-            facts["tensors"], facts["bytes"]]  # fmt: skip
+def _match_row(facts: Values) -> list[Any]:
+    """Return the row of an adapter on a base."""
+    match = facts["match"]
+    fit = "fits" if match["fits"] else "fits in part" if match["matched"] else "does not fit"
+    return [Path(match["adapter"]).name, f"adapter: {fit}", match["matched"] or 0, match["total"]]
+
+
+def _match_page(facts: Values) -> dict[str, Any]:
+    """Return the content of the page about how an adapter fits a base, without the facts about the base."""
+    page = PageContent("Adapter", Path(facts["match"]["adapter"]).name)
+    page.summary(match_summary(facts["match"]))
+    _matched(page, facts, facts["match"])
+    return page.data
 
 
 # The preview picture of an adapter: from its metadata, or from a file next to it.

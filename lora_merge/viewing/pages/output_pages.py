@@ -7,7 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...facts import line, strengths
+from ...command import MERGE
+from ...facts import line, strengths, times
 from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
 from ...text import listed, plural
@@ -42,10 +43,14 @@ BLOCK_METRICS: Final = tuple(m for m in LAYER_METRICS if m.key in ("ratio", "nor
 
 
 def merge_page(facts: Values) -> dict[str, Any]:
-    """Return the content of the page of a merge."""
-    page = PageContent("Merge", Path(facts["output"]).name)
+    """Return the content of the page of a merge, or of one that is taken back."""
+    from ...recipes.commands import COMMANDS
+
+    command = facts.get("command", MERGE)
+    page = PageContent(command.capitalize(), Path(facts["output"]).name)
     page.summary(merge_rows(facts, verbose=True))
-    page.verdict(*_merged(facts, page.data["warnings"]))
+    level, text = _merged(facts, page.data["warnings"])
+    page.verdict(level, f"{COMMANDS[command].done.capitalize()}{text}")
     for word in trigger_words(facts["coverage"]):
         page.chip("trigger words", word)
     _adapters(page, facts)
@@ -61,22 +66,23 @@ def merge_page(facts: Values) -> dict[str, Any]:
     )
     page.data["stages"] = _stages(facts)
     _commands(page, facts, "--full")
-    page.command("Take the adapters out of it, if the base is lost:", "lora-merge", "unmerge", facts["output"],
-                 "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
+    if command == MERGE:
+        page.command("Take the adapters out of it, if the base is lost:", "lora-merge", "unmerge", facts["output"],
+                     "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
     page.recipe(facts.get("recipe"))
     return page.data
 
 
 def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
-    """Return the verdict about a merge: its level, and the sentence."""
+    """Return the verdict about a merge: its level, and the sentence after "Merged"."""
     if warnings:
-        return "warning", f"Merged, but: {warnings[0]}"
+        return "warning", f", but: {warnings[0]}"
     changed = f"{facts['changed']} of {facts['tensors']} tensors changed"
     if not facts["verified"]:
-        return "warning", f"Merged, and not verified: {changed}."
+        return "warning", f", and not verified: {changed}."
     known = [row["share"] for row in facts["survival"] if row["share"] is not None]
     survives = f"; {judged(least, 'the change')} survives" if (least := worst(known)) is not None else ""
-    return "good", f"Merged and verified: {changed}{survives}."
+    return "good", f" and verified: {changed}{survives}."
 
 
 def _adapters(page: PageContent, facts: Values) -> None:
@@ -276,7 +282,7 @@ def _grid(jobs: Sequence[Values]) -> tuple[str, Sequence[Column], list[list[Any]
     cells: dict[str, dict[str, Values]] = {}
     for job in jobs:
         if len(adapters := job.get("adapters") or []) == 1:
-            row, strength = cells.setdefault(adapters[0]["name"], {}), f"{adapters[0]['strength']:g}×"
+            row, strength = cells.setdefault(adapters[0]["name"], {}), f"{times(adapters[0]['strength'])}×"
             if strength in row:  # on two bases, with two dtypes
                 return "", (), []
             row[strength] = job
@@ -339,7 +345,7 @@ def _job(job: Values) -> list[Any]:
     written = job["status"] in DONE
     output = {"text": path.name, "href": path.absolute().as_uri()} if written else path.name
     adapters = ", ".join(f"{name} {_times(c)}".strip() for name, c in report.get("coverage", {}).items())
-    adapters = adapters or ", ".join(f"{a['name']} {a['strength']:g}×" for a in job.get("adapters") or ())
+    adapters = adapters or ", ".join(f"{a['name']} {times(a['strength'])}×" for a in job.get("adapters") or ())
     why = f"{job['status']}: {job['error']['what']}" if job.get("error") else job["status"]
     return [job["number"], output, why, adapters, report.get("written"), job.get("seconds") or None,
             every.get("ratio"), every.get("retained")]  # fmt: skip
@@ -348,5 +354,7 @@ def _job(job: Values) -> list[Any]:
 def _times(adapter: Values) -> str:
     """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
     if "strengths" not in adapter:
-        return f"{adapter['strength']:g}×" if "strength" in adapter else ""
-    return " ".join(f"{s}×" for s in dict.fromkeys(s for counts in adapter["strengths"].values() for s in counts))
+        return f"{times(adapter['strength'])}×" if "strength" in adapter else ""
+    return " ".join(
+        f"{times(s)}×" for s in dict.fromkeys(s for counts in adapter["strengths"].values() for s in counts)
+    )
