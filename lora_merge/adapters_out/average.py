@@ -7,7 +7,7 @@ wᵢ = (1 − βᵢ) ∏_{j>i} βⱼ, w₀ = ∏ βⱼ, and they add up to 1. Po
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from os import PathLike
@@ -53,18 +53,21 @@ def average_weights(
 
 def _stated(weights: Any, count: int) -> list[float]:
     """Return the stated weights; UsageError unless there is a number for each snapshot."""
-    values = a_list(weights, "--weights", "a list of numbers")
-    if not all(map(is_finite, values)):
-        raise UsageError(f"the weights {shown(values)}", "--weights", "give a finite number for each")
-    if len(values) != count:
-        fix = f"write `--weights {typed_weights([*values, *[1] * count][:count])}`"
+    values = [weights] if is_finite(weights) else a_list(weights, "--weights", "a list of numbers")
+    if not all(map(is_finite, values)) or not 0 < len(values) <= count:
+        raise UsageError(f"the weights {shown(values)} for {plural(count, 'snapshot')}", "--weights",
+                         "give a finite number for each")  # fmt: skip
+    if len(values) < count:
+        fix = f"write `--weights {typed_weights([*values, *[None] * (count - len(values))])}`"
         raise UsageError(f"{plural(len(values), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
     return [float(number) for number in values]
 
 
-def typed_weights(weights: Iterable[float]) -> str:
-    """Return weights as they are typed."""
-    return ",".join(f"{w:g}" for w in weights)
+def typed_weights(weights: Sequence[float | None]) -> str:
+    """Return weights as they are typed; snapshots without one share what is left of 1."""
+    stated = [w for w in weights if w is not None]
+    share = max(1 - sum(stated), 0) / max(len(weights) - len(stated), 1)
+    return ",".join(f"{share if w is None else w:g}" for w in weights)
 
 
 def shares(
@@ -193,15 +196,13 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
             strength = item.strength
         elif not isinstance(path, str | PathLike | Opened):
             raise wrong_adapter(item)
-        stated.append(1 if strength is None else number_of(strength) if isinstance(strength, str) else strength)
+        stated.append(number_of(strength) if isinstance(strength, str) else strength)
         snapshots.append(path)
     if is_finite(strengths) or isinstance(strengths, list | tuple):
         stated = [strengths] * len(snapshots) if is_finite(strengths) else [*strengths]
-    if strengths is not None or any(w != 1 for w in stated):
-        where = "the list of snapshots, which are paths alone"
-        raise UsageError(
-            NO_STRENGTHS, where, f"write `--weights {typed_weights(w if is_finite(w) else 1 for w in stated)}`"
-        )
+    if strengths is not None or any(w not in (None, 1) for w in stated):
+        right = typed_weights([w if is_finite(w) and (w != 1 or strengths is not None) else None for w in stated])
+        raise UsageError(NO_STRENGTHS, "the list of snapshots, which are paths alone", f"write `--weights {right}`")
     return snapshots
 
 

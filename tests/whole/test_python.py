@@ -374,7 +374,7 @@ SLIPS = [
     ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3]"),
     ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', [0.7, 0.3])", "write weights=[0.7, 0.3]"),
-    ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7, 0.3]"),
+    ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', weights=[0.7])", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', weights='0.7,0.3')", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weight=[0.7, 0.3])", "did you mean weights?"),
