@@ -103,7 +103,8 @@ def merge(
         tokenizer: Whose tokenizer, chat template and processor files an output folder gets: "adapter", "base", or the
             path of a folder. Default: the adapter's if the embeddings grew to its size, else the base's.
         overwrite: Whether an existing output is replaced. Default: False.
-        max_memory: Limit of the host memory for weights in flight: bytes, or a text such as "512MiB". Default: 1 GiB.
+        max_memory: Limit of the host memory for the weights that are merged at a time: bytes, or a text such as
+            "512MiB". Default: 1 GiB.
         max_vram: The same for the memory of a GPU. Default: 5 GiB.
         verify: Whether the written file is read again and verified. Default: True.
         title: The title in the metadata of the output, `modelspec.title`. Default: the base's.

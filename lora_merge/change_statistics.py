@@ -43,30 +43,50 @@ class Groups(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The change of one adapter, or of all, and the part of it that is in the output: sums over numbers."""
+    """The change of one adapter, or of all, and the part of it that is in the output: sums over numbers.
+
+    What is applied of it is s ΔW plus the error of the output, which is what is stored minus the exact sum.
+    """
 
     change: float = 0.0  # Σ (s ΔW)²; exact where it follows from the factors of ΔW
     intended: float = 0.0  # the same sum over the numbers that were looked at
     applied: float | None = 0.0  # Σ applied · s ΔW over them; None where what is stored was not looked at
+    error: float = 0.0  # Σ error² over those of them that change
 
     def plus(self, other: Share) -> Share:
         """Return the sums over both."""
         known = None if self.applied is None or other.applied is None else self.applied + other.applied
-        return Share(self.change + other.change, self.intended + other.intended, known)
+        return Share(self.change + other.change, self.intended + other.intended, known, self.error + other.error)
 
     def scaled(self, scale: float) -> Share:
         """Return sums over so many times as many numbers."""
-        return Share(scale * self.change, scale * self.intended, self.applied and scale * self.applied)
+        known = self.applied and scale * self.applied
+        return Share(scale * self.change, scale * self.intended, known, scale * self.error)
 
     @property
-    def measured(self) -> float | None:
+    def retained(self) -> float | None:
         """⟨applied, intended⟩ / ‖intended‖²; None where nothing is intended, or it is not known."""
         return self.applied / self.intended if self.intended and self.applied is not None else None
 
     @property
-    def retained(self) -> float | None:
-        """The share that survives, as reports have it."""
-        return None if self.measured is None else survived(self.measured)
+    def noise(self) -> float | None:
+        """‖applied − intended‖ / ‖intended‖; None where that is not known."""
+        return None if self.retained is None else sqrt(max(self.error / self.intended, 0.0))
+
+    @property
+    def survives(self) -> float | None:
+        """The share that survives; None where it is not known."""
+        retained, noise = self.retained, self.noise
+        return None if retained is None or noise is None else survived(retained, noise * noise)
+
+    @property
+    def fails(self) -> bool:
+        """Whether what survives is not enough."""
+        return self.survives is not None and self.survives < ENOUGH
+
+    def lost(self, adapter: str, dtypes: str, fix: str) -> Note:
+        """Return the warning about what is lost of the change of an adapter."""
+        return lost_in_rounding(self.survives or 0.0, self.noise or 0.0, adapter, dtypes, fix)
 
 
 NO_SHARE: Final = Share()
@@ -81,7 +101,6 @@ class Measure:
     changed: float = 0.0  # numbers that differ from what the output would hold without adapters
     cut: int = 0  # those too large for the output's dtype
     weight: float = 0.0  # Σ W²
-    noise: float = 0.0  # Σ (applied − ΔW)²
     largest: float = 0.0  # the largest |ΔW| of the numbers that were read
     all: Share = NO_SHARE
     adapters: Mapping[int, Share] = field(default_factory=lambda: NO_NORMS)
@@ -92,8 +111,7 @@ class Measure:
             adapters[number] = adapters[number].plus(share) if number in adapters else share
         return Measure(
             self.of + other.of, self.elements + other.elements, self.changed + other.changed, self.cut + other.cut,
-            self.weight + other.weight, self.noise + other.noise, max(self.largest, other.largest),
-            self.all.plus(other.all), adapters,
+            self.weight + other.weight, max(self.largest, other.largest), self.all.plus(other.all), adapters,
         )  # fmt: skip
 
     def with_exact(self, norms: Mapping[int, float], cut: int) -> Measure:
@@ -111,31 +129,30 @@ class Measure:
             return self
         shares = {number: share.scaled(scale) for number, share in self.adapters.items()}
         return replace(self, of=count, changed=scale * self.changed, weight=scale * self.weight,
-                       noise=scale * self.noise, all=self.all.scaled(scale), adapters=shares)  # fmt: skip
+                       all=self.all.scaled(scale), adapters=shares)  # fmt: skip
 
     def loses(self, least: float = RETAINED) -> bool:
         """Return whether less than a share of the change survives, by more than three standard errors."""
-        retained, intended = self.all.retained, self.all.intended
-        if retained is None or not self.elements:
+        share, noise = self.all.survives, self.all.noise
+        if share is None or noise is None or not self.elements:
             return False
-        return retained + 3 * sqrt(max(self.noise / intended, 0.0) / self.elements) < least
-
-    @property
-    def fails(self) -> bool:
-        """Whether what survives of the change is not enough."""
-        return self.all.retained is not None and self.all.retained < ENOUGH
+        return share + 3 * share * (1 - share) * (1 + noise) / sqrt(self.elements) < least
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """Return the numbers as reports have them; `count` is the number of adapters."""
-        shares, retained = (self.adapters.get(number) for number in range(count)), self.all.retained
+        shares = (self.adapters.get(number) for number in range(count))
         return {
             "of": round(self.of), "elements": self.elements, "changed": _short(self.changed / max(self.of, 1.0)),
             "saturated": self.cut, "weight": _root(self.weight), "change": _root(self.all.change),
             "ratio": _root(self.all.change / self.weight) if self.weight else None,
-            "largest": _short(self.largest), "retained": _short(retained),
-            "noise": None if retained is None else _root(self.noise / self.all.intended),
-            "adapters": [s and {"change": _root(s.change), "retained": _short(s.retained)} for s in shares],
+            "largest": _short(self.largest), **_survival(self.all),
+            "adapters": [s and {"change": _root(s.change), **_survival(s)} for s in shares],
         }  # fmt: skip
+
+
+def _survival(share: Share) -> dict[str, Any]:
+    """Return what of a change is in the output, as reports have it."""
+    return {"share": _short(share.survives), "retained": _short(share.retained), "noise": _short(share.noise)}
 
 
 def _short(number: float | None) -> float | None:
@@ -211,10 +228,10 @@ class Measures:
         return self
 
     def of_adapters(self, count: int) -> list[Measure]:
-        """Return the measure of the change of each adapter; the noise is that of all of them. `count`: their number."""
+        """Return the measure of the change of each adapter. `count`: their number."""
         every = total(self.tensors.values())
         shares = (every.adapters.get(number, NO_SHARE) for number in range(count))
-        return [Measure(elements=every.elements, noise=every.noise, cut=every.cut, all=share) for share in shares]
+        return [Measure(elements=every.elements, cut=every.cut, all=share) for share in shares]
 
     def lost(self, job: Job, proven: Collection[int] = ()) -> Iterator[Note]:
         """Yield a warning for each adapter of whose change too little survives, if no proof reports it.
@@ -223,9 +240,7 @@ class Measures:
         """
         for number, (ref, measure) in enumerate(zip(job.adapters, self.of_adapters(len(job.adapters)), strict=True)):
             if number not in proven and measure.loses(ENOUGH) and not measure.cut:
-                wider = "write --dtype fp32"
-                yield lost_in_rounding(measure.all.measured or 0.0, input_name(ref.path), "the output's dtype", wider,
-                                       f"{wider}, or round with --rounding stochastic")  # fmt: skip
+                yield measure.all.lost(input_name(ref.path), "the output's dtype", "write --dtype fp32")
 
     @property
     def below(self) -> dict[str, Measure]:
@@ -250,7 +265,7 @@ class Measures:
         below = self.below
         return {
             "all": total(tensors.values()).to_dict(adapters), "below": len(below),
-            "worst": min(below, key=lambda name: below[name].all.retained or 0.0, default=None),
+            "worst": min(below, key=lambda name: below[name].all.survives or 0.0, default=None),
             "unlisted": len(tensors) - len(listed),
             **{kind: {name: total(rows[name]).to_dict(adapters) for name in sorted(rows, key=groups.place)}
                for kind, rows in kinds.items()},
@@ -271,8 +286,8 @@ def total(measures: Iterable[Measure]) -> Measure:
             shares.setdefault(number, []).append(share)
     return Measure(
         sum(m.of for m in every), sum(m.elements for m in every), sum(m.changed for m in every),
-        sum(m.cut for m in every), sum(m.weight for m in every), sum(m.noise for m in every),
-        max((m.largest for m in every), default=0.0), _sum([m.all for m in every]),
+        sum(m.cut for m in every), sum(m.weight for m in every), max((m.largest for m in every), default=0.0),
+        _sum([m.all for m in every]),
         {number: _sum(adapter_shares) for number, adapter_shares in shares.items()},
     )  # fmt: skip
 
@@ -280,4 +295,4 @@ def total(measures: Iterable[Measure]) -> Measure:
 def _sum(shares: Sequence[Share]) -> Share:
     applied = [s.applied for s in shares if s.applied is not None]
     known = sum(applied) if len(applied) == len(shares) else None
-    return Share(sum(s.change for s in shares), sum(s.intended for s in shares), known)
+    return Share(sum(s.change for s in shares), sum(s.intended for s in shares), known, sum(s.error for s in shares))

@@ -166,9 +166,10 @@ def percent(ratio: float, digits: int = 3) -> str:
     return f"{number} {'times' if often else '%'}"
 
 
-def share_of(ratio: float, of: str, digits: int = 3) -> str:
-    """Return how large a thing is compared with another: "2 % of the weights", "140 times the weights"."""
-    return f"{percent(ratio, digits)} {'of ' * (ratio < MANY_TIMES)}{of}"
+def share_of(ratio: float, of: str) -> str:
+    """Return how large a thing is compared with another: "2 % of the weights", "140 times the weights"; with as many
+    digits as a sample has, so that all commands say the same of one thing."""
+    return f"{percent(ratio, 2)} {'of ' * (ratio < MANY_TIMES)}{of}"
 
 
 class Facts(Mapping[str, Any]):

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
+from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, GGUF_TYPES, QUANTISED_DTYPES
 from .errors import ResourceError, UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
 from .text import HUGE, described, is_finite, number_of, python_code, shown
@@ -174,9 +174,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("cache", "path", None, "Store downloads in this folder; without it, object stores and URLs are read "
                "in place.", "never", metavar="DIR", group="Input"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
-        Option("max_memory", "size", "1GiB", "Limit the memory of weights in flight, e.g. 512MiB.", "never",
-               together=True,
-               metavar="SIZE", group="Computation"),
+        Option("max_memory", "size", "1GiB", "Limit the memory of the weights that are merged at a time, e.g. 512MiB.",
+               "never", together=True, metavar="SIZE", group="Computation"),
         Option("max_vram", "size", None, "Limit the device memory in use, e.g. 4GiB.", "never", together=True,
                metavar="SIZE", group="Computation"),
         Option("verify", "switch", default=True, help="Verify the written file.", recorded="never", group="Report"),
@@ -342,7 +341,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
         options = {"strength" if name == STRENGTHS else name: value for name, value in options.items()}
     for name in options:
         _known(name)
-    return {o.name: _value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
+    return {o.name: checked_value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
 
 
 def _known(name: str) -> None:
@@ -356,7 +355,8 @@ def _known(name: str) -> None:
         raise UsageError(f"there is no option {name!r}", name, fix).of_type()
 
 
-def _value(option: Option, value: Any) -> Any:
+def checked_value(option: Option, value: Any) -> Any:
+    """Return the value of an option as jobs have it; UsageError for a wrong word, dtype, switch or device."""
     if value is None and option.default is None:
         return None
     if check := _CHECKS.get(option.kind):
@@ -394,12 +394,26 @@ SAME_DTYPE: Final = {
 """Name of a dtype in other programs → its name here."""
 
 
-QUANTISED: Final = {
+PLAIN_FP8: Final = ("fp8_e4m3fn", "fp8_e5m2")
+"""The dtypes of fp8 without scales."""
+
+QUANTISED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("fp8", "float8", "f8"), ("fp8_scaled", "fp8_block", *PLAIN_FP8)),
     **dict.fromkeys(("int4", "4bit", "w4", "bnb4"), ("nf4", "q4_0", "q4_k")),
     **dict.fromkeys(("fp4", "mxfp4"), ("nvfp4", "nf4")),
     **dict.fromkeys(("8bit", "w8", "bnb8"), ("int8", "q8_0")), "gguf": ("q8_0", "q4_k"),
 }  # fmt: skip
 """Name of a quantised dtype in other programs, where it may mean several formats → these formats."""
+
+
+DTYPE_USES: Final = {
+    "fp8_scaled": "scales, a file for ComfyUI", "fp8_block": "scales by block, a folder for transformers and vLLM",
+    **dict.fromkeys(PLAIN_FP8, "no scales, the largest loss"),
+    "nf4": "a file for Forge, a folder for transformers", "nvfp4": "a file for ComfyUI, a folder for transformers",
+    "int8": "a file for ComfyUI, a folder for transformers",
+    **dict.fromkeys(GGUF_TYPES, "GGUF for llama.cpp and ComfyUI-GGUF"),
+}  # fmt: skip
+"""Quantised dtype → what it is for, in answers to a name that may mean several."""
 
 
 def spelled(option: Option, value: str) -> str:
@@ -427,11 +441,16 @@ def dtype_name(value: object, option: Option) -> str:
     """Return the name of a dtype on the command line, also for a torch dtype; UsageError if the option rejects it."""
     name = spelled(option, str(value))
     if name not in option.words:
-        near = [word for word in option.words if name and word.startswith(name)]  # fp8
-        near = near or [word for word in QUANTISED.get(name, ()) if word in option.words]
+        near = [word for word in QUANTISED.get(name, ()) if word in option.words]
+        near = near or [word for word in option.words if name and word.startswith(name)]  # q8
         near = near or get_close_matches(name, alike(name, option.words), 1, 0.7)
         near = near or [word for word in option.words if name.isdigit() and word in (f"fp{name}", f"bf{name}")]
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
+        uses: dict[str, list[str]] = {}
+        for word in near:
+            uses.setdefault(DTYPE_USES.get(word, ""), []).append(word)
+        if len(uses) > 1:
+            fix += "".join(f"; {' and '.join(words)}: {use}" for use, words in uses.items())
         error = UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
         raise error.instead(str(value), *(near if len(near) == 1 else ()))
     return name

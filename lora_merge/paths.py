@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from .addresses import is_whole, located, output_address, staged
 from .errors import UsageError
 from .options import number, unlike
+from .text import one_line
 
 WINDOWS: Final = os.name == "nt"
 
@@ -243,6 +244,14 @@ def current_folders() -> list[Path]:
     except FileNotFoundError:
         return []
     return [] if _lost and here == Path(here.anchor) else [here]
+
+
+def nearest(path: str) -> str:
+    """Return a path as it is typed in the current folder, if it is inside."""
+    try:
+        return one_line(str(Path(path).relative_to(Path.cwd())))
+    except (ValueError, OSError):
+        return one_line(path)
 
 
 def absolute(path: Path) -> Path:

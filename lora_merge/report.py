@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .change_statistics import RETAINED
 from .facts import Fact, line, percent, share_of, strengths, times
-from .merge_methods import SUM
+from .merge_methods import METHODS, SUM
 from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
 
@@ -158,7 +158,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     written = f"{size(report['written'])}, dtype {dtype}"
     yield line("output", f"{report['output']} ({written}) in {report['seconds']:.1f} s{device}")
     adapters = [(name, row["strengths"]) for name, row in report["coverage"].items()]
-    yield from survival_rows(adapters, report["survival"])
+    yield from survival_rows(adapters, report["survival"], report["method"])
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
     if report["codes"]:
         yield line("format", codes_line(report["codes"]))
@@ -190,7 +190,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
     if report["saturated"]:
         yield line("cut", cut_numbers(report["saturated"]))
     yield from survival_rows([(name, row["strengths"]) for name, row in report["coverage"].items()],
-                             report["survival"], each=True)  # fmt: skip
+                             report["survival"], report["method"], each=True)  # fmt: skip
     if report["verified"] is not None:
         yield from proof_rows({**report["verified"], "numbers": report["numbers"], "counted": True})
     else:
@@ -204,16 +204,18 @@ ADAPTER_ROWS: Final = 2
 
 
 def survival_rows(
-    adapters: Sequence[tuple[str, Mapping[str, Mapping[Any, int]]]], survival: Sequence[Mapping[str, Any]], *,
-    each: bool = False,
+    adapters: Sequence[tuple[str, Mapping[str, Mapping[Any, int]]]], survival: Sequence[Mapping[str, Any]],
+    method: str, *, each: bool = False,
 ) -> Iterator[Fact]:  # fmt: skip
     """Yield how much of the change of each adapter survives. `adapters`: names and strengths by component; `survival`:
-    the judgements, in their order; `each`: with a row for each adapter, however many there are."""
+    the judgements, in their order; `method`: what makes one change of them, of which each has a part; `each`: with a
+    row for each adapter, however many there are."""
     rows = [(name, *_applied(by_part), row["share"]) for (name, by_part), row in zip(adapters, survival, strict=True)]
     if each or len(rows) <= ADAPTER_ROWS:
         for name, strength, parts, share in rows:
             what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
-            judged_first = "" if share is None else f"{judged(share)}: "
+            part = of_change(method, "it") if METHODS[method].combines else ""
+            judged_first = "" if share is None else f"{judged(share, part)}: "
             yield Fact("survives" if judged_first else "adapter", judged_first + what,
                        style="" if share is None else grade(share).style)  # fmt: skip
         return
@@ -221,9 +223,15 @@ def survival_rows(
     known = [(share, name) for name, _, _, share in rows if share is not None]
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
-        of_each, of_one = judged(least, "each adapter's change"), judged(least, f"the change of {name}")
+        of_each, of_one = (judged(least, of_change(method, of))
+                           for of in ("each adapter's change", f"the change of {name}"))  # fmt: skip
         words = of_one if spoken(least) == NOTHING else f"at least {of_each}; lowest: {name}"
         yield Fact("survives", words, style=grade(least).style)
+
+
+def of_change(method: str, change: str) -> str:
+    """Return what of a change a method writes: "what ties makes of the change"; the change itself if it is added."""
+    return f"what {method} makes of {change}" if METHODS[method].combines else change
 
 
 def trigger_words(coverage: Mapping[str, Any]) -> list[str]:
@@ -350,7 +358,7 @@ def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof, verbose=verbose)}")
     else:
         adapters = [(row["adapter"], row["strengths"]) for row in proof["retained"]]
-        yield from survival_rows(adapters, proof["survival"], each=verbose)
+        yield from survival_rows(adapters, proof["survival"], proof["method"], each=verbose)
         yield from (line("warning", warning) for warning in too_large(proof["numbers"]))
         if verbose:
             yield from proof_rows(proof)
@@ -421,10 +429,9 @@ def moved(numbers: Mapping[str, Any]) -> str:
 
 
 def size_of_change(numbers: Mapping[str, Any], weights: str) -> str:
-    """Return how large a change is: "2.03 % of the weights", "about 2 % …" where some rows of them were looked at."""
+    """Return how large a change is: "2 % of the weights", "about 2 % …" where some rows of them were looked at."""
     every = numbers["all"]
-    sampled = bool(every["elements"] < every["of"])
-    return "about " * sampled + share_of(every["ratio"], weights, 2 if sampled else 3)
+    return "about " * bool(every["elements"] < every["of"]) + share_of(every["ratio"], weights)
 
 
 def too_large(numbers: Mapping[str, Any]) -> Iterator[str]:

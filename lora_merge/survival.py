@@ -1,9 +1,9 @@
 """The share of a change that survives in an output, how it is judged, and the words for it.
 
-One measure for all commands: ⟨Δ̂, Δ⟩ / ‖Δ‖² of the intended change Δ and the change Δ̂ that the output makes. Reports of
-merges have it as `retained`, from 0 to 1, as `survived` returns it. What a rank leaves out is at right angles to what
-it keeps: there it is 1 − ‖Δ − Δ̂‖² / ‖Δ‖², the `energy` in reports of written adapters, and what the rule `--rank
-energy:x` keeps at least.
+One measure for all commands, `share` in their reports, as `survived` defines it: the intended change Δ and the change Δ̂
+that the output makes are compared by what Δ̂ has of Δ, and by how far it is from Δ. What a rank leaves out is at right
+angles to what it keeps: there the share is 1 − ‖Δ − Δ̂‖² / ‖Δ‖², the `energy` in reports of written adapters, and what
+the rule `--rank energy:x` keeps at least.
 """
 
 from __future__ import annotations
@@ -35,17 +35,24 @@ ENOUGH: Final = GRADES[1].least
 TARGETS: Final = (GRADES[2].least, GRADES[1].least, GRADES[0].least)
 """The shares for which reports have the rank of a layer."""
 
-CHANCE_SHARE: Final = 1.1
-"""A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
+TWICE: Final = 2.0
+"""Warnings name rounding noise that is so many times as large as the change."""
 
 NOTHING, LOST = "nothing", "lost in rounding"
 """A share of nothing in words, and the judgement on it."""
 
 
-def survived(measured: float) -> float:
-    """Return a measured share as reports have it, 0 to 1: what rounding adds to a change by chance is none of it, and
-    nothing survives where the noise of rounding is larger than the change."""
-    return 0.0 if measured > CHANCE_SHARE else max(min(measured, 1.0), 0.0)
+def survived(applied: float, noise: float) -> float:
+    """Return the share of a change Δ that survives in the change Δ̂ of the output, 0 to 1: a / (a + n).
+
+    `applied`: a = ⟨Δ̂, Δ⟩, what Δ̂ has of Δ; `noise`: n = ‖Δ̂ − Δ‖², both in the same unit. Of `retained` = a / ‖Δ‖² and
+    `noise` = √n / ‖Δ‖ in reports of merges it is retained / (retained + noise²).
+
+    It is 1 if Δ̂ is Δ, and 0 if Δ̂ is nothing, or has nothing of Δ. Of a Δ that is written with rounding noise it is
+    ‖Δ‖² / (‖Δ‖² + n), signal / (signal + noise), ½ at noise as large as the change; of a projection of Δ it is ‖Δ̂‖² /
+    ‖Δ‖², as of a cut to a rank. As a + n = ‖Δ‖² + ‖Δ̂‖² − a, it is the Jaccard index of real vectors (Tanimoto 1958).
+    """
+    return applied / (applied + noise) if applied > 0 else 0.0
 
 
 def grade(share: float) -> Grade:
@@ -84,12 +91,11 @@ def lost(share: float) -> str:
     return f"{100 - percent(share):.3g} %"
 
 
-def lost_in_rounding(measured: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:
-    """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
-    wider dtype; `fix`: all that can be done."""
-    if measured > CHANCE_SHARE:
-        return Note(f"the change of {adapter} is lost: rounding to {dtypes} is larger than the change: {wider}")
-    return Note(f"{lost(survived(measured))} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
+def lost_in_rounding(share: float, noise: float, adapter: str, dtypes: str, fix: str) -> Note:
+    """Return the warning about a share of an adapter's change that is not enough. `noise`: ‖Δ̂ − Δ‖ / ‖Δ‖; `fix`: what
+    can be done."""
+    larger = f", which is {float(f'{noise:.2g}'):g} times as large" if noise >= TWICE else ""
+    return Note(f"{lost(share)} of the change of {adapter} is lost in the rounding to {dtypes}{larger}; {fix}")
 
 
 def judgement(adapter: str, share: float | None) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_amounts_have_three_digits_and_a_unit_once() -> None:
 def test_small_share_is_not_shown_as_none() -> None:
     shares = {0.0: "0 %", 4.924e-9: "0.000000492 %", 0.0143: "1.43 %", 0.02: "2 %", 1.99: "199 %", 140.2: "140 times"}
     assert {share: percent(share) for share in shares} == shares
-    assert [share_of(share, "the weights", 2) for share in (1.99, 1e5)] == [
+    assert [share_of(share, "the weights") for share in (1.99, 1e5)] == [
         "200 % of the weights",
         "100000 times the weights",
     ]

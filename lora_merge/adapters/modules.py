@@ -159,7 +159,7 @@ def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
     if how := index.quantised.how if index.quantised.parts else scaled:
-        raise _model_in_its_place(index) or InputError(
+        raise model_in_its_place(index) or InputError(
             "an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16"
         )
     index = index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
@@ -173,7 +173,7 @@ def group(index: Index) -> AdapterFile:
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
         if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # a single truth value is a switch
-            raise _model_in_its_place(index) or InputError(
+            raise model_in_its_place(index) or InputError(
                 f"an adapter tensor of {spoken(info.dtype)} values", f"{info.file}: {key}",
                 "export the adapter in fp32 or bf16",
             )  # fmt: skip
@@ -216,7 +216,7 @@ def _check_pairs(index: Index, strange: Iterable[StoredTensor]) -> None:
         raise _no_adapter(index, what)
 
 
-def _model_in_its_place(index: Index) -> InputError | None:
+def model_in_its_place(index: Index) -> InputError | None:
     """Return the error for a model in the place of an adapter; None for what may be an adapter."""
     what = "" if looks_like_adapter(index) else _kind(index)
     return _no_adapter(index, what) if what else None

@@ -83,7 +83,10 @@ def shares(
         ema = finite(ema, "--ema")
         last = ema if ema_to is None else ema_to
         if not all(is_finite(b) and 0 <= b < 1 for b in (ema, last)):
-            raise UsageError(f"ema {shown(ema)} to {shown(last)}", "--ema", "use numbers from 0 to less than 1")
+            name, value = ("ema", ema) if ema_to is None or not 0 <= ema < 1 else ("ema_to", last)
+            raise UsageError(
+                f"{name} is {shown(value)}", f"--{name.replace('_', '-')}", "use a number from 0 to less than 1"
+            )
         return [ema + (last - ema) * (i / max(count - 2, 1)) for i in range(count - 1)]
     if sigma_rel is None:
         return None

@@ -47,6 +47,7 @@ from .pipeline import (
     coverage,
     high_rank,
     idle_alpha,
+    idle_rank,
     left_out,
     model_of,
     planned,
@@ -126,6 +127,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *writing.notes,
                  *left_out(writing.zeros), *_stated_again(job, writing.changed), *differing_ranks(folder_config),
                  *idle_alpha(job, stored=to.alpha), *high_rank(job, layers.values()),
+                 *idle_rank(job, (layer.rank for layer in layers.values())),
                  *(unread(e.name for e in entries) if folder_config is None else ()),
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
@@ -178,7 +180,7 @@ def planned_report(conversion: Conversion) -> AdapterReport:
     kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(folder_config),
-             *idle_alpha(job, stored=to.alpha))  # fmt: skip
+             *idle_alpha(job, stored=to.alpha), *idle_rank(job, (row["rank"] for row in facts)))  # fmt: skip
     return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, weights_of(job, modules)), layers, size)
 
 
@@ -229,7 +231,7 @@ def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
     base_names = sources.inputs.names if job.base is not None else None
     job = replace(job, rules=job.rules.on(base_names, _layers(base_names, modules)))
     if to.folder:
-        expect_one((module.place.component for module in modules), "the adapter changes")
+        expect_one((module.place.component for module in modules), "the adapter changes", job.output)
     forms = [form_of_module(job, to, module) for module in modules]
     return Conversion(job, to, sources, modules, all_modules, forms)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from os import sep
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -188,9 +189,10 @@ def adapter_job(request: Request) -> AdapterJob:
     chosen = _word(values.get("method", SUM))
     method = SAME_COMBINATION.get(chosen, chosen)
     if method not in COMBINATIONS:
-        raise UsageError(
-            f"the method {shown(chosen)!r} does not exist", "--method", f"use one of {', '.join(COMBINATIONS)}"
-        )
+        near = get_close_matches(chosen, COMBINATIONS, 1, 0.7)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMBINATIONS)}"
+        error = UsageError(f"the method {shown(chosen)!r} does not exist", "--method", fix)
+        raise error.instead(str(values["method"]), *near)
     rule = EXACT if values["rank"] is None else values["rank"]
     rules = RankRules.of(rule, values.get("conv_rank"), values.get("max_rank"),
                          pairs(values.get("rank_for", ()), "--rank-for"))  # fmt: skip

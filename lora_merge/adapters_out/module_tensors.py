@@ -85,7 +85,8 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     share = layer.lost / layer.squares if layer.squares else 0.0
     facts: dict[str, Any]
     facts = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
-             "norm": math.sqrt(layer.squares), "energy": survived(1 - share), "residual": layer.residual}  # fmt: skip
+             "norm": math.sqrt(layer.squares), "energy": survived(1 - share, share),
+             "residual": layer.residual}  # fmt: skip
     facts |= {} if layer.noise is None else {"noise": layer.noise}
     if (spectrum := layer.spectrum) is not None:
         facts |= {"left_out": spectrum.left_out(layer.rank), "rank_for_energy": spectrum.rank_for_energy}

@@ -36,7 +36,7 @@ from .job import AdapterJob
 from .metadata import Known
 from .module_tensors import Layer, curve, numbers_of
 from .output_file import Content, Entry, Proof, put, recipe, write
-from .rank_rules import EXACT
+from .rank_rules import COUNT, EXACT
 from .report import AdapterReport, numbers_by_block
 from .sources import Sources
 
@@ -194,6 +194,14 @@ def high_rank(job: AdapterJob, layers: Iterable[Layer]) -> list[Note]:
     if not job.command.combines or job.rules.linear.name != EXACT or highest <= HIGH:
         return []
     return [Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9 % of it")]
+
+
+def idle_rank(job: AdapterJob, ranks: Iterable[int | None]) -> list[Note]:
+    """Return the note about a rank to cut to that is higher than all. `ranks`: of the output's layers."""
+    highest, rule = max(filter(None, ranks), default=0), job.rules.linear
+    if not job.command.cuts or rule.name != COUNT or not 0 < highest < rule.value:
+        return []
+    return [Note(f"no layer has a rank above {highest}: --rank {rule.value:g} leaves the ranks as they are")]
 
 
 def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:

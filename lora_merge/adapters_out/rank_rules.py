@@ -80,6 +80,10 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         return Rule(name, most=most)
     if name == SIZE and value:
         return Rule(SIZE, parse_size(value, option), most)
+    percent = _number(value.removesuffix("%")) if name in SHARES else None
+    if percent is not None and (value.endswith("%") or percent > 1) and 0 < percent <= 100:
+        near = f"{name}:{percent / 100:g}"
+        raise UsageError(f"{text[:40]!r} is out of range", option, f"did you mean {near}?").instead(text, near)
     number = _number(value)
     if number is None or name not in RULE_RANGES:
         raise _unknown(text, option)
@@ -235,9 +239,14 @@ class RankRules:
             raise UsageError("a size is shared by all layers", "--conv-rank or --rank-for", "give it as --rank")
         return cls(linear, kernels, parts)
 
+    @property
+    def stated(self) -> tuple[Rule, ...]:
+        """All rules."""
+        return self.linear, self.kernels, *(rule for _, rule in self.parts)
+
     def all_are(self, name: str) -> bool:
         """Return whether all rules have this name."""
-        return {rule.name for rule in (self.linear, self.kernels, *(rule for _, rule in self.parts))} == {name}
+        return {rule.name for rule in self.stated} == {name}
 
     def on(self, names: Names | None, layers: Iterable[tuple[str, str, Sequence[str]]]) -> RankRules:
         """Return the rules for the layers of a model; of several parts with a layer, the last one decides.
@@ -262,7 +271,7 @@ class RankRules:
 
     def has(self, name: str) -> bool:
         """Return whether a rule of this name is among them."""
-        return name in (self.linear.name, self.kernels.name, *(rule.name for _, rule in self.parts))
+        return any(rule.name == name for rule in self.stated)
 
     @property
     def together(self) -> bool:

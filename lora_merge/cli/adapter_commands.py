@@ -21,7 +21,6 @@ from ..recipes.commands import COMMANDS
 from ..text import Note
 from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
-from .corrected_line import with_words
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read_with_adapters, with_options
 from .progress_display import watching
@@ -134,13 +133,6 @@ def average(
 
     Weights are equal, stated by --weights, or those of an exponential moving average.
     """
-    named = [named_adapter(word) for word in snapshots]
-    weights = [f"{1.0 if n.strength is None else n.strength:g}" for n in named]
-    if any(weight != "1" for weight in weights) and not options.get("weights"):
-        files = [n.path for n in named]
-        right = dict(zip(snapshots, files, strict=True))
-        raise UsageError("snapshots have weights, not strengths", " ".join(snapshots)[:200],
-                         f"write {with_words(right, '--weights', ','.join(weights))}")  # fmt: skip
     _carry_out(COMMANDS["average"], snapshots, options)
 
 
@@ -170,7 +162,7 @@ def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -
     def make(_: CheckpointCache) -> Any:
         if weights := options.get("weights"):
             options["weights"] = [as_number(w, "--weights", whole=False) for w in weights.split(",")]
-        named, stated = _job_values(named_adapters(adapters, options.get("strength")), options)
+        named, stated = _job_values(named_adapters(adapters), options)
         return command.job(named, output, base, stated)
 
     show(command, make, printed)

@@ -13,12 +13,13 @@ from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
-from ..text import plural
-from .compat import ADAPTER_ORDER, completed
+from .compat import completed
 from .corrected_line import STRENGTH_AFTER_BASE
 
 if TYPE_CHECKING:
     from ..job import Adapter
+
+ADAPTER_ORDER: Final = "adapters follow the base: `lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5`"
 
 _TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
 """Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
@@ -70,23 +71,14 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
         yield from [f"{path}{behind}" for path in paths] or [word]
 
 
-def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
-    """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
+def check_words(words: Sequence[str]) -> None:
+    """Raise UsageError for a number or a joining word among the adapters."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
         raise UsageError("a word is not an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
-    bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
-    values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
-    if not values:
-        return
-    paths, numbers = [word for word in words if word not in values], [values[w] for w in words if w in values]
-    fix = "write the strength after the file name: ADAPTER:0.8"
-    if strengths:
-        many = len(strengths) + len(numbers) == len(paths)
-        fix = f"write `-s {','.join([*strengths, *numbers])}`" if many else "give one strength for each adapter"
-    elif len(paths) == len(numbers):
-        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
-    raise UsageError("a number is not an adapter", " ".join(values), fix)
+    if values := [word for word in words if right_form(word) and not exists(word)]:
+        fix = "write the strength after the file name: ADAPTER:0.8"
+        raise UsageError("a number is not an adapter", " ".join(values), fix)
 
 
 def check_last(words: Sequence[str], base: str) -> None:
@@ -108,14 +100,16 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths."""
     if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
-        raise UsageError("two strengths after one file", text[:200], fix)
+        raise UsageError("two strengths after one file", text[:200], fix).instead(
+            text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
+        )
 
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
     if reading := strange(text):
         path, value = reading
-        raise UsageError("a strength has another syntax", text[:200], f"write {typed([f'{path}:{value}{parts}'])}")
+        raise _other_syntax("a strength", text + parts, f"{path}:{value}{parts}")
 
 
 PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
@@ -126,21 +120,26 @@ def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
     several = [word for word in re.split(r"[,;\s]+", text) if word]
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
-        raise UsageError("several adapters are written in one word", text[:200], f"write {typed(several)}")
+        raise _other_syntax("a list of adapters", text, *several)
     right = with_parts(text)
     if right and (word := re.fullmatch(r"(.+):([A-Za-z]+)", text)) and word[2] not in PART_WORDS:
         path = typed([with_found_ending(word[1])])
         raise UsageError(f"{word[2]!r} is neither a strength nor a part of a model", text[:200],
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
     if right:
-        raise UsageError("a factor for a part has another syntax", text[:200], f"write {typed([right])}")
+        raise _other_syntax("a factor for a part", text, right)
 
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
-        raise UsageError("a strength has another syntax", text[:200], f"write {typed(words)}")
+        raise _other_syntax("a strength", text, *words)
+
+
+def _other_syntax(what: str, text: str, *right: str) -> UsageError:
+    """Return the error for a word that is written in another way here. `right`: the words in its place."""
+    return UsageError(f"{what} has another syntax", text[:200], f"write {typed(right)}").instead(text, *right)
 
 
 def named_base(text: str) -> str:
@@ -152,9 +151,9 @@ def named_base(text: str) -> str:
     return completed(text)
 
 
-def named_adapters(words: Sequence[str], strengths: Sequence[str] | None, base: str = "") -> list[NamedAdapter]:
-    """Return all adapters of a command. `strengths`: the words of `--strength`; `base`: their base, if it has one."""
-    check_numbers(words, strengths or ())
+def named_adapters(words: Sequence[str], base: str = "") -> list[NamedAdapter]:
+    """Return all adapters of a command. `base`: their base, if it has one."""
+    check_words(words)
     check_last(words, base)
     return [named_adapter(word) for word in expanded(words)]
 
@@ -179,7 +178,6 @@ def named_adapter(text: str) -> NamedAdapter:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
             return NamedAdapter(completed(path), strength, tuple(_parts_behind(text, comma + 1)))
-    check_numbers([text], ())
     path = completed(text)
     check_parts(text)
     check_adapter(path)
@@ -207,9 +205,9 @@ def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
 def with_strengths(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> Sequence[NamedAdapter]:
     """Return the adapters with the strengths of `--strength`, taken out of `options`, so that parts of one may follow.
 
-    Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
+    `make_job` refuses them if their number is another one, or an adapter has a strength of its own.
     """
-    if "strength" not in options or not adapters or not all(adapter.bare for adapter in adapters):
+    if len(options.get("strength", ())) != len(adapters) or not all(a.bare for a in adapters) or not adapters:
         return adapters
     return [a._replace(strength=value) for a, value in zip(adapters, options.pop("strength"), strict=True)]
 
@@ -243,21 +241,13 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
             raise UsageError("an adapter has its number here", f"`--strength-for {text[:80]}`", f"write {fix}")
 
 
-def strengths(texts: Sequence[str], adapters: Sequence[str]) -> list[float] | None:
-    """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count.
-
-    `adapters`: their paths.
-    """
+def strengths(texts: Sequence[str], count: int) -> list[float] | None:
+    """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. `count`: of the adapters."""
     texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
     numbers = [_strength(part) for text in texts for part in text.split(",")]
-    if numbers and adapters and len(numbers) != len(adapters):
-        if len(texts) == len(adapters) and all(map(right_form, texts)):  # -s 0,8
-            fix = " ".join(f"-s {right_form(text)}" for text in texts)
-            raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: `{fix}`")
-        each = " ".join(f"-s {numbers[min(n, len(numbers) - 1)]:g}" for n in range(len(adapters)))
-        few = f"{len(numbers)} strength{'s' * (len(numbers) > 1)} for {plural(len(adapters), 'adapter')}"
-        behind = typed([f"{path}:{numbers[min(n, len(numbers) - 1)]:g}" for n, path in enumerate(adapters)])
-        raise UsageError(few, "--strength", f"give one for each, in order: `{each}`; or write {behind}")
+    if count == len(texts) < len(numbers) and all(map(right_form, texts)):  # -s 0,8
+        fix = " ".join(f"-s {right_form(text)}" for text in texts)
+        raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: `{fix}`")
     return numbers or None
 
 

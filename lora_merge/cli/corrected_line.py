@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,12 +28,6 @@ PLACES: Final = {"BASE": False, "TUNED": False, "ADAPTER": True, "ADAPTER2": Tru
 def line(words: Sequence[str]) -> str:
     """Return words behind `lora-merge` as they are typed."""
     return typed(["lora-merge", *words])
-
-
-def with_words(right: Mapping[str, str], *more: str) -> str:
-    """Return the user's own line with words in place of others, and more at its end."""
-    words = without_global_options(sys.argv[1:], checked=False)
-    return line([*(right.get(word, word) for word in words), *more])
 
 
 def flags(parameters: Sequence[Any]) -> dict[str, bool]:
@@ -63,14 +58,17 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         fix = _in_order(rest, known)
     else:
         parameters = commands[command].params
-        right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else [words]
-        if change := _change(error.fix, parameters, first=right == [words]):
-            right.append(_with_options(words, change, parameters))
-        right = [in_places(new, flags(parameters)) for new in right]
+        right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
+        changes = _changes(error.fix, parameters, first=not right)
+        right += [_with_options(words, change, parameters) for change in changes]
+        right = [in_places(new, flags(parameters)) for new in right or [words]]
         right = [new for new in right if new not in ([], words) and not _names_twice(new, words)]
         lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
-        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {'; or '.join(reversed(lines.values()))}"
-        fix = fix if lines else _filled(error.fix, rest, parameters)
+        fix = f"write {('; then ' if len(changes) > 1 else '; or ').join(reversed(lines.values()))}"
+        if not lines:
+            fix = _filled(error.fix, rest, parameters)
+        elif len(changes) < 2 and not _says_as_much(right[0], error.fix):
+            fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} {fix}"
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
         error.reword(lambda text: fix if text == error.fix.written else text)
 
@@ -126,7 +124,7 @@ def _of_role(partners: Sequence[str], stated: Sequence[str], *, adapter: bool, f
     others, of_role = [Path(path) for path in partners], False
     chosen = list[str]()
     for word in stated:
-        if _is_adapter(path := _path_of(word)) is adapter:
+        if is_adapter(path := _path_of(word)) is adapter:
             of_role = True
             free = Path(path) not in others and all(fit(Path(path), other) for other in others)
             chosen += [word if adapter else _bare(word)] * free  # a base has no strength
@@ -158,15 +156,29 @@ def _bare(word: str) -> str:
     return split_strength(word.partition(",")[0])[0] or word
 
 
-def _change(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
-    """Return the options of a command with which its line is right, each with its value ("" for a switch). `first`:
-    only if that is the first way of a fix; a switch, such as --overwrite, may also be another one."""
+def _says_as_much(words: Sequence[str], fix: str) -> bool:
+    """Return whether a line has all words of a fix, such as "use bf16", so that the line alone is enough."""
+    order = re.fullmatch("(?:use|write|name it) ([^;?]+)", fix)
+    stated = {part for word in words for part in (word, *word.split("=", 1))}
+    with suppress(ValueError):  # a quote in a sentence
+        return order is not None and {*words_of(order[1])} <= stated
+    return False
+
+
+def _changes(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[list[tuple[str, str]]]:
+    """Return the options of a command with which its line is right, each with its value ("" for a switch): those of the
+    first way, or of each step of a fix with "then". `first`: only if that is the first way of a fix; a switch, such
+    as --overwrite, may also be another one."""
     before, *pieces = CODE.split(fix.written)
-    words = words_of(pieces[0]) if pieces else []
-    known, change = flags(parameters), [*zip(words[::2], words[1::2], strict=False)]
-    if len(words) == 1 and known.get(words[0]):
-        return [(words[0], "")]
-    return change if not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change) else []
+    known, changes = flags(parameters), list[list[tuple[str, str]]]()
+    for piece in pieces[::2] if ", then " in pieces[1::2] else pieces[:1]:
+        words = words_of(piece)
+        change = [*zip(words[::2], words[1::2], strict=False)]
+        if len(words) == 1 and known.get(words[0]):
+            changes.append([(words[0], "")])
+        elif change and not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change):
+            changes.append(change)
+    return changes
 
 
 def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], parameters: Sequence[Any]) -> list[str]:
@@ -224,7 +236,7 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     """Return the fix for a merge whose first word is an adapter: the model first, or `combine`."""
     plain, options = split_words(words, known[MERGE])
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain[1:]}
-    models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not _is_adapter(path)]
+    models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not is_adapter(path)]
     if models:
         first, *rest = [word for word in plain if word != models[0]]
         strength = models[0].removeprefix(paths[models[0]])  # a base has none: the adapter's is meant
@@ -243,10 +255,11 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
 def _is_adapter_file(word: str) -> bool:
     """Return whether a word is an adapter's file with a strength."""
     path = split_strength(word)[0]
-    return exists(with_found_ending(path)) and _is_adapter(path)
+    return exists(with_found_ending(path)) and is_adapter(path)
 
 
-def _is_adapter(word: str) -> bool:
+def is_adapter(word: str) -> bool:
+    """Return whether a word names an adapter, or a file that cannot be read."""
     from ..adapters.modules import looks_like_adapter
     from ..files.checkpoint import open_checkpoint
 

@@ -22,9 +22,8 @@ from ..engine.tensor_moves import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..files.safetensors import layout, parse_file
-from ..paths import typed
+from ..paths import nearest, typed
 from ..process import command
-from .reports import nearest
 
 WIDTHS: Final = (16, 32, 64, 64)  # channels per level; the real model has 320, 640, 1280, 1280
 TEXT_WIDTH: Final = 768  # width of the text encoder, as in the real model: adapters are known by it

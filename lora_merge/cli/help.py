@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -16,12 +17,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..adapter_arguments import right_form
 from ..command import MERGE
-from ..errors import UsageError
+from ..errors import MergeError, UsageError
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
-from .compat import FOREIGN_OPTIONS, advice_on
 from .corrected_line import flags, in_places, line, split_words
+from .foreign_options import alike, right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"
@@ -192,7 +193,7 @@ def typed() -> str:
     return " ".join(["lora-merge", *sys.argv[1:]])[:200]
 
 
-def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> UsageError:
+def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> MergeError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = " ".join(context.command_path.split()[1:]) if context is not None else ""
@@ -206,9 +207,29 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
         near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
+    if unknown := re.match("No such command '([^']*)'", text):  # of a group of commands, such as comfyui
+        names = getattr(getattr(context, "command", None), "commands", commands)
+        near = get_close_matches(unknown[1], names, 1, 0.7)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}; {see}"
+        return UsageError(f"there is no command {unknown[1]!r}", typed(), fix).instead(unknown[1], *near)
     known = context.command if context is not None else commands.get(command)
+    if text.startswith("Missing option") and (model := _model_as_adapter(known)):
+        return model
     fix = f"{_own_line(error, text, command, known)}{see}"
+    text = re.sub(r"^Got unexpected extra argument\(?(s?)\)? \((.*)\)", r"unexpected extra argument: \2", text)
     return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), fix)
+
+
+def _model_as_adapter(command: Any) -> MergeError | None:
+    """Return the error for a model in the place of the adapter of a command, which a missing option would hide."""
+    from ..adapters.modules import model_in_its_place
+    from ..files.checkpoint import open_checkpoint
+
+    words = sys.argv[1:] if any(parameter.name == "adapter" for parameter in command.params) else []
+    for word in filter(exists, words):
+        with suppress(MergeError):  # the command itself reports it
+            return model_in_its_place(open_checkpoint(expand(word), adapter=True))
+    return None
 
 
 def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
@@ -222,7 +243,8 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
         stated = [word for word in words[1:] if right_form(word) and not exists(word)][-1:]  # resize FILE 16
-        others = [word for word in words if word not in stated]
+        others, row = [word for word in words if word not in stated], COMMANDS[command].options[flag[2:]]
+        stated = [right_value(row, word) or value for word in stated]  # --rank
         return f"write {line([*others, flag, *(stated or [value])])}; "
     if value and words[-1:] == [flag]:
         return f"write {line([*words, value])}; "
@@ -244,8 +266,7 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
 
 
 def _advice(name: str, context: Any) -> tuple[list[str], str]:
-    """Return the options of the command that a misspelt one resembles, and advice on it: these, or what an option of
-    other programs means here."""
+    """Return the options of the command that a misspelt one resembles, and advice on it."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", COLOR_FLAG, DEBUG]
@@ -254,9 +275,8 @@ def _advice(name: str, context: Any) -> tuple[list[str], str]:
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
-    near = _alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
-    other = [advice for option in _alike(plain, FOREIGN_OPTIONS) if (advice := advice_on(option, known))]
-    return near, f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
+    near = alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
+    return near, f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def _in_file(flag: str) -> str:
@@ -264,12 +284,3 @@ def _in_file(flag: str) -> str:
     if flag == "--strength":
         return "write a strength after its path in the jobs file: adapters: [lora.safetensors:0.8]; "
     return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "
-
-
-def _alike(name: str, known: Iterable[str]) -> list[str]:
-    """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
-    negated = name.startswith("--no-")
-    words = {
-        option[2:]: option for option in known if option.startswith("--") and option.startswith("--no-") == negated
-    }
-    return [words[word] for word in get_close_matches(name[2:], words, 1, 0.7)]

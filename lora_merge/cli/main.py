@@ -31,11 +31,11 @@ from .compat import (
     SHORT_COMMANDS,
     check_command,
     check_once,
-    check_options,
     check_spaces,
     checked_output,
 )
 from .corrected_line import correct
+from .foreign_options import check_foreign_command, check_line
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -79,9 +79,8 @@ class Commands(TyperGroup):
                 self._suggest(args)
             args = [MERGE, *args]
         if args and args[0] in self.commands and not ctx.resilient_parsing:
-            command = self.commands[args[0]]
-            check_options(args[0], args[1:], command.params)
-            check_once(args[1:], command.params)
+            check_line(args[0], args[1:], self.commands)
+            check_once(args[1:], self.commands[args[0]].params)
         take_text(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
@@ -90,6 +89,7 @@ class Commands(TyperGroup):
         word = next((a for a in args if a not in VALUELESS_OPTIONS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
+        check_foreign_command(args, self.commands)
         check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -186,7 +186,7 @@ def merge(
 
     pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    words = named_adapters(adapters or [], options.get("strength"), base) or [NamedAdapter(base)]
+    words = named_adapters(adapters or [], base) or [NamedAdapter(base)]
     named, values = read_with_adapters(words, options)
     with reporting(report) as file:
         job = make_job(base, named, checked_output(output), **values)

@@ -133,7 +133,7 @@ def read(
     for option in (rows[name] for name in values if name in rows):
         if option.kind in ("whole", "number") and isinstance(values[option.name], str):
             values[option.name] = as_number(values[option.name], option.flag, whole=option.kind == "whole")
-    values["strength"] = strengths(values.get("strength") or (), [adapter.path for adapter in adapters])
+    values["strength"] = strengths(values.get("strength") or (), len(adapters))
     values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
     values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
     return {name: value for name, value in values.items() if value not in (None, (), [])}

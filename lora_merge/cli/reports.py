@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..addresses import output_address, with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
 from ..facts import STYLES, Fact, aligned, line, strengths, times
-from ..paths import input_name, typed
+from ..paths import input_name, nearest, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
@@ -260,14 +260,6 @@ def removal(path: str, *, folder: bool) -> str:
     return f"{remove} {quoted(path)}"
 
 
-def nearest(path: str) -> str:
-    """Return a path as it is typed in the current folder, if it is inside."""
-    try:
-        return one_line(str(Path(path).relative_to(Path.cwd())))
-    except (ValueError, OSError):
-        return one_line(path)
-
-
 def quoted(path: str) -> str:
     """Return a path as a shell takes it."""
     near = nearest(path)
@@ -299,6 +291,7 @@ def merge_and_report(
 
     `make_plan`: for a dry run of an output that may exist. `file`: the file for the report.
     """
+    from ..engine.admission import require_device
     from ..engine.torch_preload import preload
 
     with watching(quiet=options.quiet) as display:
@@ -308,6 +301,7 @@ def merge_and_report(
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()
+        require_device(plan.job)
         with paused(display):
             show_plan(plan, options)
         report = None if options.dry_run else carry_out(plan, display)
@@ -351,10 +345,8 @@ def show_plan(plan: Plan, options: ReportOptions) -> None:
 
 def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions) -> None:
     """Print what a dry run reports below its plan: memory, disk, and whether the output exists."""
-    from ..engine.admission import require_device
     from ..planning.plan import plan_rows
 
-    require_device(plan.job)
     values = dry(plan)
     rows = [line("needs", _needs(values)), *disk_rows(values["disk"], values["output"])]
     if options.quiet:
@@ -373,8 +365,8 @@ def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions) -
 def _needs(values: Mapping[str, Any]) -> str:
     """Return the memory and the disk that a merge needs, from the values of its plan."""
     disk = values["disk"]
-    memory = f"{size(values['memory'])} of memory for weights in flight, of {size(values['max_memory'])} allowed"
-    return f"{memory}; {size(disk['needed'])} of disk, of {size(disk['free'])} free"
+    memory = f"{size(values['memory'])} of memory for the weights ({size(values['max_memory'])} allowed)"
+    return f"{memory}; {size(disk['needed'])} of disk ({size(disk['free'])} free)"
 
 
 def dry(plan: Plan) -> dict[str, Any]:

@@ -95,10 +95,7 @@ def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -
 
 def require_device(job: Job) -> None:
     """Raise ResourceError if this machine lacks the device. That takes torch, which is imported unless the device is
-    "auto" or "cpu".
-
-    This is for plans that do not run: a merge finds out while it reads, as torch is imported at the same time.
-    """
+    "auto" or "cpu"."""
     if job.device not in {"auto", "cpu"}:
         from .devices import places
 

@@ -21,6 +21,7 @@ from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
 from ..models.weights import Weight, unstored
 from ..planning.plan import OutputTensor
+from .change_sample import WHOLE_BELOW
 from .row_blocks import block, groups
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, Placement, as_stored, stage
 from .tensors import Fetch, decoded, stored_numbers
@@ -28,9 +29,6 @@ from .tensors import Fetch, decoded, stored_numbers
 if TYPE_CHECKING:
     from .fold import StackedPatch
     from .patch_tensors import PatchTensors
-
-WHOLE_BELOW: Final = 2**16
-"""A tensor of so many numbers is read whole; of a larger one at least so many are read."""
 
 SAMPLE_STRIDE: Final = 1024
 """About one number in so many of a large tensor is read, from the base and from the adapter."""
@@ -111,18 +109,17 @@ def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
 
 def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
     """Return the sums over some numbers, without NaN and infinite ones."""
-    change = applied = after - before
+    change, stored, unchanged = after - before, after, before
     if known := tensor.target.packed is None:
-        dtype = TORCH_DTYPES[tensor.target.dtype]
-        applied = as_stored(after, dtype) - as_stored(before, dtype)
-    sound = change.isfinite() & applied.isfinite()
-    change, applied, weight = change[sound], applied[sound], before[sound]
-    size = float(change @ change)
-    whole = Share(size, size, float(applied @ change) if known else None)
+        stored, unchanged = (as_stored(x, TORCH_DTYPES[tensor.target.dtype]) for x in (after, before))
+    sound = change.isfinite() & stored.isfinite() & unchanged.isfinite()
+    change, error, weight = change[sound], (stored - after)[sound], before[sound]
+    size, off = float(change @ change), error[change != 0]
+    whole = Share(size, size, size + float(error @ change) if known else None, float(off @ off))
     return Measure(
-        of=before.numel(), elements=before.numel(), changed=int(applied.count_nonzero()),
-        weight=float(weight @ weight), noise=float((applied - change).square().sum()) if known else 0.0,
-        largest=float(change.abs().max()) if change.numel() else 0.0, all=whole, adapters={tensor.adapter: whole},
+        of=before.numel(), elements=before.numel(), changed=int((stored != unchanged)[sound].count_nonzero()),
+        weight=float(weight @ weight), largest=float(change.abs().max()) if change.numel() else 0.0,
+        all=whole, adapters={tensor.adapter: whole},
     )  # fmt: skip
 
 

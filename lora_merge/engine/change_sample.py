@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from math import isfinite
+from math import isfinite, prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -29,6 +29,9 @@ from .tensors import Fetch
 
 if TYPE_CHECKING:
     from .fold import SampleOf
+
+WHOLE_BELOW: Final = 2**16
+"""All numbers of a weight of so many are looked at; of a larger one at least so many where it is replaced."""
 
 RUN: Final = 128
 """The numbers of a run, which are consecutive."""
@@ -156,16 +159,21 @@ def added(every: Sequence[RunSample], lane: DeviceStream) -> PendingRunSums:
 
 
 def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tensor:
-    """Return of each run [6, n]: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|.
+    """Return of each run [6, n], see `SUMS`: sums over its numbers.
 
     `alike`: whether an output of this dtype holds the base's numbers as they are.
     """
     before, after = (torch.cat([getattr(sample, name) for sample in some]) for name in ("before", "after"))
-    change = after - before
-    applied = as_stored(after, dtype) - (before if alike else as_stored(before, dtype))
-    differ = torch.ne(applied, 0, out=torch.empty_like(applied))  # a sum of truth values takes three times as long
-    pairs = (before, before), (change, change), (applied, change), (applied, applied)
+    change, stored = after - before, as_stored(after, dtype)
+    differ = torch.ne(stored, before if alike else as_stored(before, dtype), out=torch.empty_like(stored))
+    error = _error(stored, after, change)
+    pairs = (before, before), (change, change), (error, change), (error, error)
     return torch.stack([*((x * y).sum(1) for x, y in pairs), differ.sum(1), change.abs().amax(1)])
+
+
+def _error(stored: Tensor, merged: Tensor, change: Tensor) -> Tensor:
+    """Return by how much stored numbers are off; 0 for those that a change leaves as they are."""
+    return (stored - merged).masked_fill_(change == 0, 0.0)
 
 
 def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Measurement]:
@@ -179,12 +187,11 @@ def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Meas
         if not finite:
             of_block = of_block[:, of_block.isfinite().all(0)]
         if elements := RUN * of_block.shape[1]:
-            weight, change, retained, applied, changed, _ = of_block.sum(1, dtype=torch.float64).tolist()
+            weight, change, more, error, changed, _ = of_block.sum(1, dtype=torch.float64).tolist()
             scale = stands_for / elements
-            whole = Share(scale * change, scale * change, scale * retained)
+            whole = Share(change, change, change + more, error).scaled(scale)
             yield Measurement(block.target.name, Measure(
-                stands_for, elements, scale * changed, 0, scale * weight,
-                scale * max(applied - 2 * retained + change, 0.0), float(of_block[5].max()), whole,
+                stands_for, elements, scale * changed, 0, scale * weight, float(of_block[5].max()), whole,
                 {block.slices[0].use.patch.adapter: whole},
             ))  # fmt: skip
 
@@ -264,27 +271,19 @@ class Sampling:
         return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
 
     def _enough(self, block: Block) -> int:
-        """Return how many numbers of a block are sampled, if all blocks are."""
-        return max(block.elements // self.every, self.least)
+        """Return how many numbers of a block are sampled, if all blocks are; all of a small weight."""
+        whole = prod(block.target.matrix) <= WHOLE_BELOW
+        return block.elements if whole else max(block.elements // self.every, self.least)
 
 
 SUMS: Final = 6
-"""Of every block: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|."""
+"""Of every block: W², ΔW², error · ΔW, error², the numbers that differ, and the largest |ΔW|."""
+
+PART_SUMS: Final = 3
+"""Of the change of each adapter: ΔW², error · ΔW, and error² where it changes numbers."""
 
 WAITING_NUMBERS: Final = 2**21
 """The numbers of rows that wait for their sums, until these are made."""
-
-
-Nearest: TypeAlias = Callable[[Tensor], Tensor]
-"""Function that returns the numbers [n, k · cols] that the output can hold for some."""
-
-
-@dataclass(frozen=True)
-class OutputNumbers:
-    """The numbers that the output holds in the sampled rows."""
-
-    nearest: Nearest
-    same: bool = False  # whether it can hold the numbers of the base as they are
 
 
 class AdapterChange(NamedTuple):
@@ -302,10 +301,11 @@ class RowSample:
     blocks: Sequence[Block]
     rows: Sequence[range]  # of each block
     stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
-    work: Tensor  # [3, n, width]: base, merged (then ΔW), stored (then what is applied of it); beyond the rows zeros
+    work: Tensor  # [3, n, width]: base, merged (then ΔW), the error of what is stored; beyond the rows zeros
     parts: list[AdapterChange] = field(default_factory=list)
     stored: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
+    differ: Tensor | None = None  # [n, width]: 1 for numbers that the output would not hold without adapters
     step: int = 1  # one row in so many is added up; the others are here because they are encoded together
     units: Sequence[float] = ()  # of the numbers of each block, where they are not 1
 
@@ -370,7 +370,8 @@ class RowSample:
     def on_host(self) -> RowSample:
         """Return the sample with its rows on the host."""
         parts = [part._replace(change=host(part.change)) for part in self.parts]
-        return replace(self, work=host(self.work), parts=parts)
+        differ = None if self.differ is None else host(self.differ)
+        return replace(self, work=host(self.work), parts=parts, differ=differ)
 
     def only(self, numbers: Sequence[int]) -> RowSample:
         """Return the sample of some of the blocks, by their numbers."""
@@ -387,54 +388,53 @@ class RowSample:
         if self.step == 1:
             return self
 
-        def some(numbers: Tensor | None) -> Tensor | None:
-            if numbers is None:
-                return None
+        def some(numbers: Tensor) -> Tensor:
             lead = numbers.shape[:-1]
             return numbers.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
 
-        work, stored, before = map(some, (self.work, self.stored, self.before))
-        assert work is not None, "it was given"
-        return replace(self, rows=[r[:: self.step] for r in self.rows], work=work, stored=stored, before=before, step=1)
+        stored, before = (None if numbers is None else some(numbers) for numbers in (self.stored, self.before))
+        parts = [part._replace(change=some(part.change)) for part in self.parts]
+        return replace(self, rows=[r[:: self.step] for r in self.rows], work=some(self.work), parts=parts,
+                       stored=stored, before=before, step=1)  # fmt: skip
 
-    def sums(self, output: OutputNumbers | None) -> Tensor:
-        """Return flat what `read` reads: `SUMS` of every block, and ΔW² and applied · ΔW of each part.
+    def sums(self) -> Tensor:
+        """Return flat what `measured` reads: `SUMS` of every block, and `PART_SUMS` of each part.
 
-        `output`: None where what is stored is not measured. The merged numbers are overwritten.
+        The merged numbers are overwritten.
         """
-        # What is stored of the merged numbers.
-        base, change, applied = self.work.unbind()
-        stored = self.stored
+        # What is stored of the numbers, with and without the changes.
+        base, merged, error = self.work.unbind()
+        target = self.blocks[0].target
+        stored, before = self.stored, base if same(target) else self.before
         if stored is None:
-            stored = change if output is None else output.nearest(change)
-        # ΔW² and applied · ΔW of each adapter: what is stored minus what would be stored without its change.
-        more = []
-        for part in self.parts:
-            of_adapter = left = part.change
-            if output is not None and not part.combined:
-                left = stored - output.nearest(change - of_adapter)
-            more += [(of_adapter * of_adapter).sum(1), (left * of_adapter).sum(1)]
-        # What is applied: stored after minus stored before.
-        before = self.before
+            stored = _nearest(merged, target)
         if before is None:
-            before = base if output is None or output.same else output.nearest(base)
-        torch.sub(stored, before, out=applied)
-        change -= base
-        return self._added(more)
+            before = _nearest(base, target)
+        self.differ = torch.ne(stored, before, out=torch.empty_like(stored))
+        # The change, and by how much the stored numbers are off where it changes them.
+        torch.sub(stored, merged, out=error)
+        change = merged.sub_(base)
+        if not same(target):
+            error.masked_fill_(change == 0, 0.0)
+        return self._added([sums for part in self.parts for sums in _part_sums(part.change, error)])
 
     def sound(self) -> list[float]:
         """Return the sums without the numbers that are NaN, infinite, or too large for what is stored."""
         copy = self.on_host()
-        copy.work.masked_fill_(~torch.isfinite(copy.work).all(0), 0.0)
+        assert copy.differ is not None, "the sums were made"
+        broken = ~torch.isfinite(copy.work).all(0)
+        copy.work.masked_fill_(broken, 0.0)
+        copy.differ.masked_fill_(broken, 0.0)
         squares = [p.change.masked_fill(~torch.isfinite(p.change), 0.0).square().sum(1) for p in copy.parts]
-        more = [of_adapter for size in squares for of_adapter in (size, torch.full_like(size, torch.nan))]
+        more = [of_adapter for size in squares for of_adapter in (size, *[torch.full_like(size, torch.nan)] * 2)]
         sums: list[float] = copy._added(more).tolist()
         return sums
 
     def _added(self, more: Sequence[Tensor]) -> Tensor:
-        base, change, applied = self.work.unbind()
-        dot, differ = torch.linalg.vecdot, torch.ne(applied, 0, out=torch.empty_like(applied))
-        sums = [dot(base, base), dot(change, change), dot(applied, change), dot(applied, applied), differ.sum(1)]
+        base, change, error = self.work.unbind()
+        assert self.differ is not None, "it is known before the sums are made"
+        dot, changed = torch.linalg.vecdot, self.differ.sum(1)
+        sums = [dot(base, base), dot(change, change), dot(error, change), dot(error, error), changed]
         return torch.cat([*sums, change.abs().amax(1), *more])
 
     def measured(self, sums: Tensor, *, known: bool) -> tuple[Measurement, ...]:
@@ -449,43 +449,46 @@ class RowSample:
             unit, changed, largest = self.units[n], values[4], values[5]
             values = [unit * unit * x for x in values]
             values[4:SUMS] = changed, unit * largest
-        weight, change, left, square, changed, largest = values[:SUMS]
+        weight, change, more, error, changed, largest = values[:SUMS]
         # The sample stands for more rows of the weight.
         block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
         elements = len(rows) * block.cols if stands_for else 0
         scale = stands_for / len(rows)
-        whole = Share(scale * change, scale * change, scale * left if known else None)
+        whole = Share(change, change, change + more if known else None, error).scaled(scale)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
         for number, part in enumerate(self.parts):
-            size, retained = (scale * x for x in values[SUMS + 2 * number : SUMS + 2 * number + 2])
-            separate = known and not part.combined and isfinite(retained)
-            shares[part.adapter] = Share(size, size if separate else 0.0, retained if separate else None)
+            size, of_error, off = values[SUMS + PART_SUMS * number :][:PART_SUMS]
+            separate = known and not part.combined and isfinite(of_error)
+            share = Share(size, size, size + of_error, off) if separate else Share(size, applied=None)
+            shares[part.adapter] = share.scaled(scale)
         sums = Measure(
-            stands_for * block.cols, elements, scale * changed if known else 0.0, 0,
-            scale * weight,
-            scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
+            stands_for * block.cols, elements, scale * changed if known else 0.0, 0, scale * weight, largest, whole,
+            shares,
         )  # fmt: skip
         numbers = range(block.first + rows.start, block.first + rows.stop, rows.step)
         return Measurement(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
+
+
+def _nearest(values: Tensor, target: OutputTensor) -> Tensor:
+    """Return what the output can hold for some numbers; the numbers themselves where codes hold them."""
+    return as_stored(values, TORCH_DTYPES[target.dtype]) if target.packed is None else values
+
+
+def _part_sums(change: Tensor, error: Tensor) -> Iterator[Tensor]:
+    """Yield the `PART_SUMS` of the change of one adapter in each block."""
+    yield from (torch.linalg.vecdot(numbers, change) for numbers in (change, error))
+    yield error.masked_fill(change == 0, 0.0).square_().sum(1)
 
 
 PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
 """Function that returns the measures of some blocks, once their lane is settled."""
 
 
-def sums_of(sample: RowSample) -> tuple[RowSample, Tensor]:
-    """Return the sample and its sums, for blocks whose output is plain numbers, or codes that are decoded already."""
-    target = sample.blocks[0].target
-    if target.packed is not None:
-        return sample, sample.sums(None)
-    return sample, sample.sums(OutputNumbers(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
-
-
 def bring_sums(samples: Sequence[RowSample], lane: DeviceStream) -> PendingRowSums:
     """Bring all sums to the host with one transfer."""
     if not samples:
         return tuple
-    summed = [sums_of(sample) for sample in _joined(samples)]
+    summed = [(sample, sample.sums()) for sample in _joined(samples)]
     sizes = [len(sums) for _, sums in summed]
     every = brought(torch.cat([sums for _, sums in summed]), lane, "sums")
 
@@ -571,26 +574,17 @@ def measure_codes(
     # Of padded weights, what is stored is not known.
     target = sample.blocks[0].target
     if target.weight.padded:
-        return sample.measured(sample.sums(None), known=False), ()
+        return sample.measured(sample.sums(), known=False), ()
     base, merged, _ = sample.work.unbind()
-    size = target.weight.packing.encoding.nbytes(sample_width(sample))
 
-    def nearest(values: Tensor) -> Tensor:
-        """Return what the output would hold for some numbers."""
+    def nearest(n: int, some: Tensor) -> Tensor | None:
+        """Return what the output would hold for some numbers of a block."""
+        block, codes = sample.blocks[n], Codes(bases[n][:0], None)
+        return read_back(block.target, block.first * block.cols, some, codes, fetch)
 
-        def nearest_of_block(n: int, some: Tensor) -> Tensor | None:
-            block = sample.blocks[n]
-            codes = Codes(bases[n][: size if same(target) else 0], None)
-            return read_back(block.target, block.first * block.cols, some, codes, fetch)
-
-        return _each(values, nearest_of_block)
-
-    # What is stored: the new codes, decoded; of several adapters their parts are encoded too.
-    sample = replace(sample, stored=_each(merged, lambda n, _: encoded[n].decoded),
-                  before=None if same(target) else nearest(base))  # fmt: skip
-    if not sample.parts:
-        return (), (sample.thinned(),)
-    return sample.measured(sample.sums(OutputNumbers(nearest, same(target))), known=True), ()
+    # What is stored: the new codes, decoded.
+    stored, before = _each(merged, lambda n, _: encoded[n].decoded), None if same(target) else _each(base, nearest)
+    return (), (replace(sample, stored=stored, before=before).thinned(),)
 
 
 def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:

@@ -235,7 +235,7 @@ def _report(written: WrittenOutput, proof: Mapping[str, Any] | None, seconds: fl
     proven = {n for n, row in enumerate(proof["retained"]) if row["retained"] is not None} if proof else set()
     lost = tuple(written.measures.lost(job, proven))
     measures = written.measures.of_adapters(len(job.adapters))
-    survival = [judgement(ref.path.name, m.all.retained) for ref, m in zip(job.adapters, measures, strict=True)]
+    survival = [judgement(ref.path.name, m.all.survives) for ref, m in zip(job.adapters, measures, strict=True)]
     numbers = written.measures.to_dict(len(job.adapters), groups(plan.names), written.saturated)
     if proof:  # whose numbers are a sample of these
         numbers = numbers or proof["numbers"]

@@ -16,7 +16,14 @@ from ..files.encodings.base import Packing
 from ..files.formats.base import NewWeight
 from ..files.gguf.adapter import adapter_tensors, family_of, is_adapter
 from ..files.gguf.container import DEFAULT_ALIGNMENT
-from ..files.gguf.diffusion import DIFFUSION_MODELS, DiffusionFile, diffusion_file, empty_header, plain_type
+from ..files.gguf.diffusion import (
+    DIFFUSION_MODELS,
+    DiffusionFile,
+    diffusion_file,
+    empty_header,
+    missing_signs,
+    plain_type,
+)
 from ..files.gguf.layout import gguf_layout, new_layout
 from ..files.gguf.names import FAMILIES
 from ..files.gguf.types import GGML_TYPES
@@ -24,7 +31,7 @@ from ..files.gguf.view import ARCHITECTURE, as_plain
 from ..files.safetensors import layout
 from ..job import Job
 from ..models.weights import Weight
-from ..paths import typed
+from ..paths import nearest, typed
 from ..text import Note, quoted
 from .plan import OutputTensor
 
@@ -251,16 +258,29 @@ def _new_file(job: Job, base: Index) -> DiffusionFile:
                          "diffusion model as one file, as ComfyUI has it")  # fmt: skip
     file = diffusion_file(base.tensors)
     if file is None:
-        known = ", ".join(sorted(kind.name for kind in DIFFUSION_MODELS))
-        plain = "name the output .safetensors" if job.dtype not in GGUF_TYPES else "write `--dtype bf16`"
-        raise UsageError("ComfyUI-GGUF loads no model with the names of this base", where,
-                         f"{plain}; or give the model as ComfyUI has it, not as diffusers has it "
-                         f"({known}); a language model is converted first by llama.cpp's convert_hf_to_gguf.py"
-                         )  # fmt: skip
+        raise _no_names(job, base)
     if base.packed and job.dtype == "keep":
         raise UsageError("GGUF has no type for the quantised weights of the base", where,
                          f"write `--dtype bf16`, {', '.join(GGUF_TYPES)}")  # fmt: skip
     return file
+
+
+def _no_names(job: Job, base: Index) -> UsageError:
+    """Return the error for a base whose names ComfyUI-GGUF does not know: what it looks for, and what is missing."""
+    right = job.output.with_suffix(SafetensorsOutput.suffix)
+    named = f" -o {typed([nearest(str(right))])}" * (right != job.output)
+    plain = f"write `--dtype bf16{named}`" if job.dtype in GGUF_TYPES else "name the output .safetensors"
+    if alike := missing_signs(base.tensors):
+        kind, missing = alike
+        why = f"it recognises {kind.name} by {' and '.join(missing)}: not in the base"
+        fix = f"{plain}; or give a complete checkpoint"
+    else:
+        known = ", ".join(sorted(kind.name for kind in DIFFUSION_MODELS))
+        why = f"it loads {known}"
+        fix = (f"{plain}; or give the model as ComfyUI has it, not as diffusers has it; a language model is converted "
+               "first by llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
+    error = UsageError("ComfyUI-GGUF loads no model with the names of this base", f"{base.path}: {why}", fix)
+    return error if job.dtype in GGUF_TYPES else error.instead(str(job.output), str(right))
 
 
 def with_names_of(base: Index, adapter: AdapterFile) -> AdapterFile:

@@ -19,6 +19,7 @@ from ..files.checkpoint import Index
 from ..files.formats.base import NewWeight
 from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS, OutputFormat
 from ..files.gguf.diffusion import diffusion_file, new_blocks
+from ..files.gguf.types import GGML_TYPES
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
@@ -26,6 +27,7 @@ from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.parts import Parts
 from ..options import NO_DEFAULTS
+from ..text import listed
 
 QUANTISED_COMPONENTS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
 """Components that are quantised; of a checkpoint without them, all but the VAE."""
@@ -96,9 +98,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         excepted.check({key: names.component(key) for key in forms}, NOT_QUANTISED)
         forms = _forms(job, base, names, form, excepted)
     if not forms:
-        others = any(_coded(base, form, base.tensors[key]) for key, _ in _quantisable(base, names))
-        fix = "write `--dtype keep`, or change --keep-precision" if others else "write `--dtype keep`"
-        raise UsageError("the base has no weight to quantise", f"{base.path}: `--dtype {job.dtype}`", fix)
+        raise _nothing_to_quantise(job, base, names, form)
     return Quantising(forms, dict(_sections(base, forms, form)))
 
 
@@ -114,6 +114,27 @@ def _forms(job: Job, base: Index, names: Names, form: OutputFormat, excepted: Pa
     if form.section is not None:
         forms = _as_loaders_read(base, _as_servers_read(base, forms), form, names, excepted)
     return forms
+
+
+def _nothing_to_quantise(job: Job, base: Index, names: Names, form: OutputFormat) -> UsageError:
+    """Return the error for a base of which no weight is quantised, with the reason."""
+    fix, precise_name = "write `--dtype keep`", _precise(job, base)
+    every = {key: base.tensors[key] for key, _ in _quantisable(base, names)}
+    large = [info for key, info in every.items() if not precise_name(key)]
+    if any(_coded(base, form, info) for info in every.values()):
+        why = "its weights keep their precision, by their names or by --keep-precision"
+        fix = "write `--dtype keep`, or change --keep-precision"
+    elif not large:
+        why = f"no matrix inside its blocks has {LEAST_SIDE} rows and columns or more, in multiples of {UNIT}"
+    elif job.dtype in GGUF_TYPES:
+        rows = listed(map(str, sorted({info.shape[-1] for info in large})), 3)
+        why = f"rows of {rows} values do not fill blocks of {GGML_TYPES[job.dtype.upper()].unit[0]}"
+        of_bits = sorted(GGUF_TYPES, key=lambda name: name[:2] != job.dtype[:2])  # q4_0 for q4_k
+        smaller = next((name for name in of_bits if any(map(_blocks_of(base, name.upper()), large))), None)
+        fix = f"write `--dtype {smaller}`" if smaller else fix
+    else:
+        why = "no weight has a shape, and names for its scales, that the format takes"
+    return UsageError("the base has no weight to quantise", f"{base.path}: `--dtype {job.dtype}`: {why}", fix)
 
 
 def _coded(base: Index, form: OutputFormat, info: StoredTensor) -> NewWeight | None:

@@ -27,22 +27,20 @@ def coarse(encoding: Encoding) -> bool:
     return not encoding.plain or encoding.title in EIGHT_BITS
 
 
-def remedy(plan: Plan, *, bf16: bool = True) -> tuple[str, str, str]:
-    """Return the dtypes that changes of weights are too small for, the option that takes a wider one, and all that can
-    be done. `bf16`: whether bf16 holds enough of the changes, where that is wider."""
+def remedy(plan: Plan, *, bf16: bool = True) -> tuple[str, str]:
+    """Return the dtypes that changes of weights are too small for, and the option that takes a wider one. `bf16`:
+    whether bf16 holds enough of the changes, where that is wider."""
     changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
     computed = COMPUTE_DTYPES[plan.job.compute_dtype]
     dtypes = ", ".join(sorted({spoken(e.title) for e in changed}))
+    if len(changed) == 1 and all(e.plain and ITEM_BYTES[e.title] == ITEM_BYTES["BF16"] for e in changed):
+        dtypes += f" (as in any {dtypes} file)"  # which is no fault of this merge
     if all(e.plain and ITEM_BYTES[e.title] > ITEM_BYTES[computed] for e in changed):
-        fix = "compute with --compute-dtype fp64"
-        return spoken(computed), fix, fix
+        return spoken(computed), "compute with --compute-dtype fp64"
     if all(e.plain and ITEM_BYTES[e.title] >= ITEM_BYTES["F32"] for e in changed):  # no dtype is wider
-        fix = "give a larger strength"
-        return dtypes, fix, fix
+        return dtypes, "give a larger strength"
     wider = "write --dtype bf16 or fp32" if bf16 and all(map(coarse, changed)) else "write --dtype fp32"
-    ways = [wider, *["round with --rounding stochastic (on average)"] * (plan.job.rounding == "nearest")]
-    digits = ", with --compute-dtype fp32" * (ITEM_BYTES[computed] < ITEM_BYTES["F32"])
-    return dtypes, wider + digits, ", or ".join(ways) + digits
+    return dtypes, wider + ", with --compute-dtype fp32" * (ITEM_BYTES[computed] < ITEM_BYTES["F32"])
 
 
 @dataclass(frozen=True)
@@ -73,32 +71,28 @@ class Exact:
 def measure(stored: Array, exact: Exact, rounded: Callable[[Array], Array], weight: float) -> Measure:
     """Return the measure of some rows of the output, each of which counts for `weight` rows of its tensor.
 
-    `rounded` gives the nearest numbers that the output can hold. Applied is the difference to what the output would
-    hold without the adapter, or without all of them. Numbers that are NaN or infinite are left out.
+    `rounded` gives the nearest numbers that the output can hold. Numbers that are NaN or infinite are left out.
     """
-    base, intended, changes = exact.base, exact.value, exact.changes
-    before, change = rounded(base), intended - base
-    changed = np.count_nonzero((stored != before) & ~np.isnan(stored))
-    applied = stored - before
-    sound = np.isfinite(applied) & np.isfinite(change)
-    applied, change, weights = applied[sound], change[sound], base[sound]
-    whole, shares = _share(change, applied, weight), dict[int, Share]()
-    for number, change_by in changes.items():
-        shares[number] = whole
-        if len(changes) > 1:
-            left = stored - rounded(intended - change_by)
-            sound = np.isfinite(left) & np.isfinite(change_by)
-            shares[number] = _share(change_by[sound], left[sound], weight)
+    base, change = exact.base, exact.value - exact.base
+    changed = np.count_nonzero((stored != rounded(base)) & ~np.isnan(stored))
+    error = stored - exact.value
+    sound = np.isfinite(error) & np.isfinite(change)
+    weights, largest = base[sound], float(np.max(np.abs(change[sound]), initial=0.0))
+    whole, alone = _share(change[sound], error[sound], weight), len(exact.changes) == 1
+    shares = {
+        number: whole if alone else _share(change_by[(some := sound & np.isfinite(change_by))], error[some], weight)
+        for number, change_by in exact.changes.items()
+    }
     return Measure(
         of=weight * stored.size, elements=stored.size, changed=weight * float(changed),
-        weight=weight * float(weights @ weights), noise=weight * float(np.sum((applied - change) ** 2)),
-        largest=float(np.max(np.abs(change), initial=0.0)), all=whole, adapters=shares,
+        weight=weight * float(weights @ weights), largest=largest, all=whole, adapters=shares,
     )  # fmt: skip
 
 
-def _share(change: Array, applied: Array, weight: float) -> Share:
-    size = weight * float(change @ change)
-    return Share(size, size, weight * float(applied @ change))
+def _share(change: Array, error: Array, weight: float) -> Share:
+    """Return the share of a change in numbers with these errors, each of which counts for `weight` of them."""
+    size, off = float(change @ change), error[change != 0]
+    return Share(size, size, size + float(error @ change), float(off @ off)).scaled(weight)
 
 
 @dataclass(frozen=True)
@@ -178,4 +172,4 @@ class Findings:
         every = [
             measured.adapters[adapter] for measured in self.measures.tensors.values() if adapter in measured.adapters
         ]
-        return total(Measure(all=share) for share in every).all.measured
+        return total(Measure(all=share) for share in every).all.retained

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ..algorithms import ALGORITHMS
-from ..change_statistics import Checked, Share
+from ..change_statistics import Checked
 from ..disk.reader import Reader
 from ..disk.remote import RemoteFile
 from ..disk.system import read_at
@@ -22,7 +22,6 @@ from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from ..survival import ENOUGH
 from .combination_methods import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .peft_initialisation import rebuilt_slots
@@ -150,7 +149,7 @@ class Recomputation:
         measured = measure(stored, exact, grid.rounded, weight)
         findings.measures.tensors[target.name] = replace(measured, cut=findings.cut) if findings.cut else measured
         findings.in_bf16.update(measured.adapters)
-        if coarse(target.packing.encoding) and any(map(_is_lost, measured.adapters.values())):
+        if coarse(target.packing.encoding) and any(share.fails for share in measured.adapters.values()):
             rounded = plain_grid("BF16").rounded
             findings.in_bf16.update(measure(rounded(exact.value), exact, rounded, weight).adapters)
         return findings
@@ -447,8 +446,3 @@ def read_exactly(fd: Written, count: int, offset: int) -> bytes:
     while done < count and (got := read_at(fd, raw[done:], offset + done)):
         done += got
     return bytes(raw[:done])
-
-
-def _is_lost(share: Share) -> bool:
-    """Return whether too little of a change survives."""
-    return share.retained is not None and not share.retained >= ENOUGH

@@ -32,7 +32,7 @@ from ..planning.output_checksums import CHECKSUM_DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
-from ..survival import ENOUGH, judgement, lost_in_rounding
+from ..survival import judgement
 from ..text import Message, Note, by_component, listed, plural, quoted
 from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
@@ -354,23 +354,24 @@ def _failed(what: str, where: str, fix: str = SUSPECT_DISK) -> VerificationFaile
 def _proof(
     plan: Plan, merged: Recomputation, compared: dict[str, int], measured: Sequence[Measure], *, full: bool
 ) -> dict[str, Any]:
-    f, survives = merged.findings, [measure.all.retained for measure in _measures(plan, merged, measured)]
+    f, measures = merged.findings, [measure.all for measure in _measures(plan, merged, measured)]
     shares = [
         {
             "adapter": input_name(ref.path),
             "strength": ref.strength,
             "strengths": by_component(plan.adapters[i].strengths),
-            "retained": survives[i],
+            "retained": measures[i].retained,
         }
         for i, ref in enumerate(plan.job.adapters)
     ]
     return {
-        "full": full, "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
+        "full": full, "method": plan.job.method,
+        "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
         "warnings": list(_warnings(plan, merged, measured)),
-        "survival": [judgement(input_name(ref.path), s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
+        "survival": [judgement(str(row["adapter"]), s.survives) for row, s in zip(shares, measures, strict=True)],
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 
@@ -390,15 +391,14 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
         return
     for number, (ref, measure) in enumerate(zip(plan.job.adapters, _measures(plan, merged, measured), strict=True)):
-        if measure.fails:
-            survives = f.in_bf16[number].retained if number in f.in_bf16 else None
-            bf16 = survives is not None and survives >= ENOUGH
-            yield lost_in_rounding(measure.all.measured or 0.0, input_name(ref.path), *remedy(plan, bf16=bf16))
+        if measure.all.fails:
+            bf16 = number in f.in_bf16 and not f.in_bf16[number].fails
+            yield measure.all.lost(input_name(ref.path), *remedy(plan, bf16=bf16))
 
 
 def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:
     """Yield the measure of each adapter's change: of the rows that were recomputed, or of more numbers if the merge has
     measured it."""
     for number, sample in enumerate(merged.findings.measures.of_adapters(len(plan.job.adapters))):
-        more = number < len(measured) and measured[number].all.retained is not None
-        yield measured[number] if more and sample.all.retained is not None else sample
+        more = number < len(measured) and measured[number].all.survives is not None
+        yield measured[number] if more and sample.all.survives is not None else sample

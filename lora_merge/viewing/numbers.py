@@ -33,7 +33,7 @@ from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
 from ..report import too_large
-from ..survival import lost_in_rounding, spoken
+from ..survival import spoken
 from ..text import listed, plural
 from .adapter import kind_of, module_groups, spread
 from .module_changes import ModuleChanges, merged_blocks, replaced_by
@@ -160,14 +160,14 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     """Yield a warning if too little of the change survives in the storage of the output."""
-    every, below = total(measures.tensors.values()), measures.below
+    every, below = total(measures.tensors.values()).all, measures.below
     if not every.fails:
         return
-    shares = {name: measured.all.retained or 0.0 for name, measured in below.items()}
+    shares = {name: measured.all.survives or 0.0 for name, measured in below.items()}
     adapters = listed(input_name(ref.path) for ref in plan.job.adapters)
     least = listed(f"{name} ({spoken(shares[name])})" for name in sorted(shares, key=lambda name: shares[name]))
     few = f"; {len(below)} of {plural(len(measures.tensors), 'weight')} keep less than {spoken(RETAINED)}: {least}"
-    yield lost_in_rounding(every.all.measured or 0.0, adapters, *remedy(plan, bf16=False)) + few * bool(below)
+    yield every.lost(adapters, *remedy(plan, bf16=False)) + few * bool(below)
 
 
 def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Measure:
@@ -186,14 +186,14 @@ def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True
 
 def _sums(rows: Tensor, merged: Tensor, stored: Tensor | None) -> Measure:
     """Return the sums over numbers before and after a merge; `stored`: as the output holds them, where it is known."""
-    delta, applied, noise, changed, cut = merged - rows, None, 0.0, 0, 0
+    delta, applied, error, changed, cut = merged - rows, None, 0.0, 0, 0
     if stored is not None:
         rest, cut = stored - rows, int((merged.isfinite() & ~stored.isfinite()).sum())
-        applied, noise = float((rest * delta).sum(dtype=torch.float64)), _squared(rest - delta)
-        changed = int(rest.count_nonzero())
+        applied, changed = float((rest * delta).sum(dtype=torch.float64)), int(rest.count_nonzero())
+        error = _squared((stored - merged).masked_fill_(delta == 0, 0.0))
     squares, count = _squared(delta), rows.numel()
-    whole = Share(squares, squares, applied)
-    return Measure(count, count, changed, cut, _squared(rows), noise, float(delta.abs().max()), whole, {0: whole})
+    whole = Share(squares, squares, applied, error)
+    return Measure(count, count, changed, cut, _squared(rows), float(delta.abs().max()), whole, {0: whole})
 
 
 def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchTensors) -> Tensor | None:

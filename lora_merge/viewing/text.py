@@ -157,7 +157,7 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: boo
     for left, reason in by_reason(match["unmatched"]):
         yield line("no match", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
-    yield from by_block((name, f"{_share(n)}, {spoken(n['retained'])} survives") for name, n in blocks.items())
+    yield from by_block((name, f"{_share(n)}, {spoken(n['share'])} survives") for name, n in blocks.items())
 
 
 def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
@@ -181,9 +181,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("changes", f"{tensors}; the output would have {would}")
     if numbers := match.get("numbers"):
         every = numbers["all"]
-        survives = (
-            f"{judged(every['retained'], 'it')} survives in the base's dtype" if every["retained"] is not None else ""
-        )
+        survives = f"{judged(every['share'], 'it')} survives in the base's dtype" if every["share"] is not None else ""
         yield line("change", "; ".join(filter(None, [_share(every), survives])))
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:

@@ -91,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
-    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write the strength after the file name"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write lora-merge base.safetensors lora.safetensors:3"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
     ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract base.safetensors TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
@@ -101,7 +101,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("combine lora.safetensors ink.safetensors --rank", 2, "requires an argument", "see lora-merge help combine"),
     ("extract base.safetensors lora.safetensors", 3, "extract takes two checkpoints, and this is an adapter", "merge it first: lora-merge base.safetensors lora.safetensors"),
     ("extract lora.safetensors base.safetensors -o x", 3, "extract takes two checkpoints", "merge it first"),
-    ("batch base.safetensors", 2, "this is a model, not a jobs file", "lora-merge base.safetensors ADAPTER:0.8"),
+    ("batch base.safetensors", 2, "this is a model, not a jobs file", "lora-merge base.safetensors ink.safetensors:0.8"),
     ("parts lora.safetensors", 2, "an adapter, and parts are those of a base", "lora-merge inspect lora.safetensors"),
     ("resize base.safetensors --rank 2", 3, "it is a model: Stable Diffusion 1", "name a LoRA or another adapter\n"),
     ("base.safetensors lora.safetensors --strength-for foo=1", 2, "the base has no such part or block", "this base has te, unet, vae, and the blocks BASE"),
@@ -109,6 +109,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors lora.safetensors --strength-for b/c=1", 2, "no part is called 'b/c'", "lora-merge parts base.safetensors lists"),
     ("extract base.safetensors", 2, "missing argument 'TUNED'", "write lora-merge extract base.safetensors TUNED"),
     ("resize lora.safetensors", 2, "missing option '--rank'", "write lora-merge resize lora.safetensors --rank 16"),
+    ("resize base.safetensors", 3, "it is a model: Stable Diffusion 1", "name a LoRA or another adapter\n"),
     ("base.safetensors lora.safetensors -o -", 2, "the output is a file, not a stream", "-o merged.safetensors"),
     ("extract base.safetensors vae.safetensors -o x", 4, "different models: Stable Diffusion 1 and a VAE", "give the base that it was tuned from"),
     ("upscaler.safetensors lora.safetensors", 4, "the base is an upscaler (ESRGAN)", "use the base"),
@@ -133,9 +134,10 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors words.ckpt", 3, "not a valid .ckpt file", "download"),
     ("base.safetensors text.safetensors", 3, "it is text, 'hello'", "download"),
     ("base.safetensors loras", 3, "several checkpoints", "or, if all are adapters, write "),
-    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "name it out.safetensors"),
+    ("base.safetensors lora.safetensors -o out.ckpt", 2, "never pickles", "write lora-merge base.safetensors lora.safetensors -o out.safetensors"),
     ("--model base.safetensors --loras lora.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "lora-merge base.safetensors lora.safetensors:0.8 -o o"),
-    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios", "-o FILE"),
+    ("--model base.safetensors --loras lora.safetensors loras/a.safetensors --ratios 0.8 --save_to o", 2, "--model nor --loras nor --ratios",
+     "such as lora-merge base.safetensors lora.safetensors:0.8 loras/a.safetensors:0.8 -o o"),
 ])  # fmt: skip
 def test_errors_name_the_mistake_and_the_fix(run: Run, words: str, code: int, what: str, fix: str) -> None:
     found, text = run(*words.split())
@@ -218,4 +220,5 @@ def test_device_that_is_not_here_says_why(run: Run) -> None:
         pytest.skip("this torch has CUDA")
     text = run("base.safetensors", "lora.safetensors", "--device", "gpu")[1]
     assert "where: --device cuda, or gpu: this torch" in text and "a build without CUDA" in text
+    assert "matched" not in text
     assert "without CUDA" not in run("base.safetensors", "lora.safetensors", "-o", "a.safetensors")[1]

@@ -18,7 +18,7 @@ import lora_merge
 from lora_merge import errors
 from lora_merge.adapter_arguments import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
-from lora_merge.cli.compat import FOREIGN_OPTIONS
+from lora_merge.cli.foreign_options import FOREIGN_OPTIONS
 from lora_merge.models.part_factors import or_leave_out
 from lora_merge.text import CODE, Message, expression
 from tests.kit import gguf_files
@@ -45,6 +45,8 @@ from tests.kit.typed_fixes import (
     ways,
 )
 
+ADVICES: Final = {meaning.advice for meaning in FOREIGN_OPTIONS.values()}
+
 
 @pytest.fixture(scope="module")
 def texts(hooks: ModuleType) -> set[str]:
@@ -59,7 +61,7 @@ def texts(hooks: ModuleType) -> set[str]:
 def test_fixes_with_an_option_or_a_command_have_a_row(texts: set[str]) -> None:
     ours = {str(Message(text)) for text in texts if OURS.search(text)}
     listed = [*TYPED, *SCENES, *(text for rows in UNTYPED.values() for text in rows)]
-    ours -= {f"{text}; …" for text in FOREIGN_OPTIONS.values()}  # see the test of these
+    ours -= {f"{text}; …" for text in ADVICES}  # see the test of these
     assert sorted(ours) == sorted(listed)
 
 
@@ -67,7 +69,7 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
     """What is left of options belongs to commands that no jobs file has, and to those of other programs."""
     field = re.compile(rf"(?<![\w-])({'|'.join(JobEntry.model_fields)}): (\{{[^}}]*\}}|\[[^]]*\]|'[^']*'|[^\s,;]+)")
     known, left = commands()["batch"].params, set[str]()
-    for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}:
+    for text in texts - {f"{text}; …" for text in ADVICES}:
         text = re.sub(r"(--[a-z-]+) …\w*", lambda found: f"{found[1]} {CHOSEN.get(found[1], 'x')}", text)
         said = in_jobs_file(re.sub(r"`lora-merge [^`]*`", "", text.replace("`…", "`")))
         left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)} - {o for p in known for o in p.opts}
@@ -80,7 +82,7 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
 def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
     """What is left of options belongs to the command line alone, and to other programs."""
     left = set[str]()
-    for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}:
+    for text in texts - {f"{text}; …" for text in ADVICES}:
         said = in_python(re.sub(r"`lora-merge [^`]*`", "", text))
         left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)}
     assert left == {"--head", "--json", "-s"}
@@ -88,7 +90,7 @@ def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
 
 def test_options_with_values_are_written_as_code(hooks: ModuleType, texts: set[str]) -> None:
     """In backticks, by which the command line, jobs files and Python find them."""
-    plain = {CODE.sub("", text) for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}}
+    plain = {CODE.sub("", text) for text in texts - {f"{text}; …" for text in ADVICES}}
     left = {match[0] for text in plain for match in OPTION.finditer(OTHERS.sub("", text)) if match["value"]}
     assert left == set()
 
@@ -306,13 +308,13 @@ def test_refused_command_runs_as_its_fix_says(
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("text", sorted({text for text in FOREIGN_OPTIONS.values() if OURS.search(text)}))
+@pytest.mark.parametrize("text", sorted({text for text in ADVICES if OURS.search(text)}))
 def test_option_of_another_program_is_answered_with_what_works(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value = "bf16" if "--dtype" in text else "0.5"
-    for name in (name for name, advice in FOREIGN_OPTIONS.items() if advice == text):
+    for name in (name for name, meaning in FOREIGN_OPTIONS.items() if meaning.advice == text):
         with taken_down() as failures:
             assert run("combine", scene()["A"], scene()["B"], "-o", "x.safetensors", f"{name}x", value).code
             assert run(scene()["BASE"], scene()["A"], "-o", "x.safetensors", name).code

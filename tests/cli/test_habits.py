@@ -15,7 +15,8 @@ import pytest
 import lora_merge
 from lora_merge.adapter_arguments import in_python
 from lora_merge.cli import main as program
-from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
+from lora_merge.cli.compat import FOREIGN_COMMANDS
+from lora_merge.cli.foreign_options import FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
@@ -103,7 +104,7 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
     code, _, err = run("base.safetensors", "lora.safetensors", option, "x")
     assert code == 2
     assert f"no option {option} here" in err
-    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN_OPTIONS[option]))
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN_OPTIONS[option].advice))
     assert named <= OWN
 
 
@@ -139,7 +140,7 @@ def test_command_of_another_program_is_answered_with_ours(run: Run, words: str, 
     """It can be typed as it stands, and does what was meant."""
     code, _, err = run(*words.split())
     assert code == 2
-    (told,) = re.findall("fix:   write lora-merge (.*)", err)
+    (told,) = re.findall("fix:   (?:.*; )?write lora-merge (.*)", err)
     typed = told.split()
     assert sorted(typed) == sorted(right.replace("-o o.safetensors", "-o o").split())
     assert run(*typed, *{"--dry-run"} - {*typed})[0] == 0
@@ -148,7 +149,6 @@ def test_command_of_another_program_is_answered_with_ours(run: Run, words: str, 
 @pytest.mark.parametrize("words", [
     "base.safetensors lora.safetensors loras/ink.safetensors --ratio 0.8",  # one strength for two
     "base.safetensors lora.safetensors --weight x", "lora.safetensors --base", "base.safetensors lora.safetensors --only IN04 --out o",
-    "base.safetensors lora.safetensors --fp16 --nonsense",
 ])  # fmt: skip
 def test_no_command_is_invented(run: Run, words: str) -> None:
     code, _, err = run(*words.split())
@@ -162,7 +162,7 @@ def test_no_command_is_invented(run: Run, words: str) -> None:
     ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
     ("base lora --rank 16", "the rank is that of the adapter; another one: lora-merge resize lora --rank 16"),
-    ("base lora -o=x", "write -o x"), ("base lora:0.5 --scale 0.8", "leave it out, and multiply each strength by it: lora.safetensors:0.4"),
+     ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write lora-merge base lora:0.8"),
     ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
     ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "write lora-merge resize lora --rank 4"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
@@ -185,7 +185,7 @@ def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, r
     """What is told can be typed as it stands."""
     code, _, err = run("base", text, "--dry-run")
     assert code == 2
-    assert err.endswith(f"fix:   write {right}\n")
+    assert err.endswith(f"fix:   write lora-merge base {right} --dry-run\n")
     assert run("base", *right.split(), "--dry-run")[0] == 0
 
 
@@ -223,14 +223,14 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("lora.safetensors=0.8", "lora.safetensors:0.8"), ("lora.safetensors@0.8", "lora.safetensors:0.8"),
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
-    ("lora.safetensors:", "lora.safetensors:0.8"), ("lora.safetensors::", "write lora.safetensors:0.8"), ("lora.safetensors:0.5:", "write lora.safetensors:0.5"),
-    ("lora.safetensors:0,8,te=0", "write lora.safetensors:0.8,te=0"), ("lora@0.8,te=0", "write lora.safetensors:0.8,te=0"),
-    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", "write 'my style.safetensors:0.8'"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
-    *((text, "write lora.safetensors:0.8") for text in (
+    ("lora.safetensors:", "lora.safetensors:0.8"), ("lora.safetensors::", "write lora-merge base.safetensors lora.safetensors:0.8"), ("lora.safetensors:0.5:", "write lora-merge base.safetensors lora.safetensors:0.5"),
+    ("lora.safetensors:0,8,te=0", "write lora-merge base.safetensors lora.safetensors:0.8,te=0"), ("lora@0.8,te=0", "write lora-merge base.safetensors lora.safetensors:0.8,te=0"),
+    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora-merge base.safetensors lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", "write lora-merge base.safetensors 'my style.safetensors:0.8'"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
+    *((text, "write lora-merge base.safetensors lora.safetensors:0.8") for text in (
         "lora.safetensors::0.8", "lora.safetensors;0.8", "lora,0.8", "lora.safetensors(0.8)", "(lora.safetensors:0.8)", "lora[80%]",
         "lora.safetensors|0,8", "lora.safetensors:0.8x", "lora: x0.8", "0.8*lora.safetensors", "80% × lora", "lora.safetensors*4/5", "<lyco:lora:0.8>",
-    )), ("<lora:lora>", "write lora.safetensors:1"), ("<lora:lora:0.8:lbw=MIDD>", "write lora.safetensors:0.8,lbw=MIDD"),
-    ("<lora:lora:0.5:0.8>", "write lora.safetensors:1,unet=0.8,te=0.5"), ("loras/ink(2)", "write loras/ink.safetensors:2"),
+    )), ("<lora:lora>", "write lora-merge base.safetensors lora.safetensors:1"), ("<lora:lora:0.8:lbw=MIDD>", "write lora-merge base.safetensors lora.safetensors:0.8,lbw=MIDD"),
+    ("<lora:lora:0.5:0.8>", "write lora-merge base.safetensors lora.safetensors:1,unet=0.8,te=0.5"), ("loras/ink(2)", "write lora-merge base.safetensors loras/ink.safetensors:2"),
     ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "curl -L -O -J https://example.org/lora.safetensors"),
     ("hf://owner/name", "hf download owner/name"), ("https://huggingface.co/o/n/resolve/main/a/b.safetensors?download=true", "hf download o/n a/b.safetensors"),
     ("https://civitai.com/models/5?modelVersionId=6", "curl -L -O -J https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
@@ -246,7 +246,7 @@ def test_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, rig
 @pytest.mark.parametrize(
     ("words", "right"),
     [(["-s", "{}"], "-s 0.8"), (["--strength-for", "te={}"], "te=0.8"), (["--density", "{}"], "--density 0.8"),
-     (["{}"], "lora.safetensors:0.8"), (["loras/ink.safetensors", "-s", "0.5", "{}"], "-s 0.5,0.8"),
+     (["{}"], "lora.safetensors:0.8"), (["loras/ink.safetensors", "-s", "0.5", "{}"], "lora.safetensors:0.5 loras/ink.safetensors:0.8"),
      (["{}", "loras/ink.safetensors", "1/2"], "lora.safetensors:0.8 loras/ink.safetensors:0.5")],
 )  # fmt: skip
 def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str], right: str, text: str) -> None:
@@ -384,7 +384,7 @@ def test_missing_strengths_are_answered_with_what_to_type(run: Run) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", "loras/ink.safetensors", "-s", "0.8")
     assert code == 2
     assert "1 strength for 2 adapters" in err
-    assert "-s 0.8 -s 0.8" in err
+    assert err.endswith("such as lora-merge base.safetensors lora.safetensors:0.8 loras/ink.safetensors:0.8\n")
 
 
 @pytest.mark.parametrize(
@@ -403,10 +403,13 @@ def test_names_of_dtypes(tmp_path: Path, text: str, name: str) -> None:
     assert make_job(tmp_path / "b", tmp_path / "a", tmp_path / "o", dtype=text).dtype == name
 
 
-def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
-    code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", "fp8")
+@pytest.mark.parametrize("name", ["fp8", "float8"])
+def test_name_of_several_dtypes_is_answered_with_them(run: Run, name: str) -> None:
+    """And with what each is for."""
+    code, _, err = run("base.safetensors", "lora.safetensors", "--dtype", name)
     assert code == 2
-    assert "fp8_e4m3fn, fp8_e5m2" in err
+    assert "fp8_e4m3fn, fp8_e5m2" in err and "fp8_scaled: scales, a file for ComfyUI; " in err
+    assert "int8" not in err
 
 
 @pytest.mark.few(7)
@@ -414,7 +417,7 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
     ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
-    ("--dtype q8", "use q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
+    ("--dtype q8", "loras/ink --dtype q8_0"), ("--dtype fp-16", "loras/ink --dtype fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:
     code, _, err = run("base", "lora", "loras/ink", *words.split(), "--dry-run", "-q")
@@ -636,12 +639,12 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
 
 @pytest.mark.parametrize(("words", "right"), [
     ("base lroa:0.8,te=0 --dry-run", "did you mean lora.safetensors, loras? write lora-merge base lora.safetensors:0.8,te=0 --dry-run"),
-    ("base lora --dtype=bf61", "use bf16; write lora-merge base lora --dtype=bf16"),
-    ("base lora --dtype bf17", "use bf16; write lora-merge base lora --dtype bf16"), ("base lora --dtype 16", "use one of fp16, bf16"),
-    ("base lora --strength-for te 0", "write --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
+    ("base lora --dtype=bf61", "write lora-merge base lora --dtype=bf16"),
+    ("base lora --dtype bf17", "write lora-merge base lora --dtype bf16"), ("base lora --dtype 16", "use one of fp16, bf16"),
+    ("base lora --strength-for te 0", "write lora-merge base lora --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
     ("resize lora 4", "write lora-merge resize lora --rank 4; see lora-merge help resize"),
-    ("base lora --save-dtype fp16", "write lora-merge base lora --dtype fp16"), ("base lora --use-safetensors", "write lora-merge base lora"),
-    ("base lora --lora-alpha 8", "use --setting lora_alpha=16, the alpha of the training"),
+    ("base lora --save-dtype fp16", "write lora-merge base lora --dtype fp16"), ("base lora --use-safetensors", "leave it out: not needed here; write lora-merge base lora"),
+    ("base lora --lora-alpha 8", "leave it out: the adapter states its alpha; write lora-merge base lora"),
     ("base lora --dytpe bf16", "did you mean --dtype? see lora-merge help merge; write lora-merge base lora --dtype bf16"),
     ("base lora --roundnig=nearest", "did you mean --rounding? see lora-merge help merge; write lora-merge base lora --rounding=nearest"),
     ("resize lora --rank 0.9", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
@@ -654,8 +657,8 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge base.safetensors lora:0.5 loras/ink -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora:0.5 loras/ink -o both.safetensors"),
     ("lora:0.5 base --dtype bf16", "name the base first: lora-merge base lora:0.5 --dtype bf16"),
-    ("base lora loras/ink -s 0.5", "give one for each, in order: -s 0.5 -s 0.5; or write lora.safetensors:0.5 loras/ink.safetensors:0.5"),
-    ("base lora -o x.ckpt", "name it x.safetensors; write lora-merge base lora -o x.safetensors"),
+    ("base lora loras/ink -s 0.5", "give one for each adapter, such as lora-merge base lora:0.5 loras/ink:0.5"),
+    ("base lora -o x.ckpt", "write lora-merge base lora -o x.safetensors"),
     ("base lora -o loras/ink.safetensors", "choose another -o, or give --overwrite; write lora-merge base lora -o loras/ink.safetensors --overwrite"),
     ("combine base lora -o x", "name a LoRA or another adapter; to merge one into this model: lora-merge base lora"),
     ("resize base --rank 2", "name a LoRA or another adapter"),

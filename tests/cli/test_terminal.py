@@ -105,7 +105,7 @@ def test_error_has_its_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_error_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = played_here(["base.safetensors", "style.safetensors", "--wieght", "3"], monkeypatch, columns=60)
+    found = played_here(["base.safetensors", "style.safetensors", "--strenght-for", "te=0"], monkeypatch, columns=60)
     assert max(map(len, found.screen)) < 60
     heads = [row[:9].strip() for row in found.screen if row]
     assert [head for head in heads if head] == ["✗ error:", "where:", "fix:"] and heads.count("") > 1

@@ -15,10 +15,9 @@ from lora_merge.change_statistics import Measurement
 from lora_merge.engine import change_sample
 from lora_merge.engine.change_sample import RowSample, Sampling
 from lora_merge.files.safetensors import parse_file
-from lora_merge.survival import survived
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
-from tests.kit.measured import NAMES, STRENGTHS, assert_same, lora, numbers_of
+from tests.kit.measured import NAMES, STRENGTHS, assert_same, lora, numbers_of, survival_of
 from tests.kit.models import sd1
 from tests.kit.tensors import Tensors, rand
 
@@ -60,11 +59,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_norms_of_factors_are_exact_whatever_is_looked_at(tmp_path: Path) -> None:
     """Of each adapter and of their sum, also where they cancel in part; the rest is an estimate."""
     name = "model.layers.0.self_attn.q_proj"
-    base = {f"{name}.weight": rand(512, 64, seed=3)}
+    base = {f"{name}.weight": rand(2048, 64, seed=3)}
     save(base, tmp_path / "base.safetensors")
     deltas = []
     for n in range(2):
-        factors = {f"{name}.lora_A.weight": rand(4, 64, seed=1), f"{name}.lora_B.weight": rand(512, 4, seed=n)}
+        factors = {f"{name}.lora_A.weight": rand(4, 64, seed=1), f"{name}.lora_B.weight": rand(2048, 4, seed=n)}
         save(factors, tmp_path / f"{n}.safetensors")
         deltas.append(
             STRENGTHS[n] * factors[f"{name}.lora_B.weight"].double() @ factors[f"{name}.lora_A.weight"].double()
@@ -72,7 +71,7 @@ def test_norms_of_factors_are_exact_whatever_is_looked_at(tmp_path: Path) -> Non
     pairs = [(tmp_path / f"{n}.safetensors", STRENGTHS[n]) for n in range(2)]
     report = lora_merge.merge(tmp_path / "base.safetensors", pairs, tmp_path / "out.safetensors", verify=False)
     every = report.numbers["all"]
-    assert (every["of"], every["elements"]) == (512 * 64, 512 * 64 // 16)
+    assert (every["of"], every["elements"]) == (2048 * 64, 2048 * 64 // 16)
     assert every["change"] == pytest.approx(float(sum(deltas).norm()), rel=1e-5)
     assert [a["change"] for a in every["adapters"]] == pytest.approx([float(d.norm()) for d in deltas], rel=1e-5)
     assert every["weight"] == pytest.approx(float(base[f"{name}.weight"].norm()), rel=0.5)
@@ -139,9 +138,8 @@ def test_every_formula_is_measured(dtype: str, tmp_path: Path) -> None:
         applied = written[key].double() - weight.to(written[key].dtype).double()
         numbers: Any = found.numbers["tensors"][key]
         assert numbers["change"] == pytest.approx(float(change.norm()), rel=1e-4), key
-        assert numbers["retained"] == pytest.approx(
-            survived(float((applied * change).sum() / change.square().sum())), rel=1e-4
-        )
+        want = survival_of(change, written[key].double() - wanted[key].double())
+        assert {entry: numbers[entry] for entry in want} == pytest.approx(want, rel=1e-4, abs=1e-6)
         assert numbers["changed"] == pytest.approx(float((applied != 0).double().mean()), abs=1e-6)
 
 

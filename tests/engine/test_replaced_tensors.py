@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.engine import change_norms
-from lora_merge.survival import survived
 from lora_merge.viewing.inspect import inspect
 from tests.kit.files import load, save
+from tests.kit.measured import survival_of
 from tests.kit.tensors import rand
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -57,12 +57,12 @@ def exact(old: Tensor, new: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     before = torch.zeros(new.shape, dtype=torch.float64)
     before[: len(old)] = old[: len(new)].double()
     change = new.double() - before
-    applied = new.to(dtype).double() - before.to(dtype).double()
+    stored = new.to(dtype)
     return {
         "of": new.numel(), "elements": new.numel(), "weight": float(before.norm()), "change": float(change.norm()),
         "ratio": float(change.norm() / before.norm()), "largest": float(change.abs().max()),
-        "changed": float((applied != 0).double().mean()), "retained": survived(float((applied * change).sum() / change.square().sum())),
-        "noise": float((applied - change).norm() / change.norm()), "saturated": 0,
+        "changed": float((stored != before.to(dtype)).double().mean()), "saturated": 0,
+        **survival_of(change, stored.double() - new.double()),
     }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_norms_that_an_adapter_replaces_are_measured(dtype: str, tmp_path: Path)
     source, adapter, out = base(tmp_path), ln_tuning(tmp_path / "ln", new), tmp_path / "out.safetensors"
     numbers = lora_merge.merge(source, adapter, out, dtype=dtype).numbers
     want = exact(load(source)[NORM], new, load(out)[NORM].dtype)
-    own = {"change": want["change"], "retained": want["retained"]}
+    own = {entry: want[entry] for entry in ("change", "share", "retained", "noise")}
     found = {**numbers["tensors"][NORM]}
     assert [*numbers["blocks"]] == [found.pop("block")]
     assert found["adapters"] == [pytest.approx(own, rel=1e-5)]

@@ -3,6 +3,7 @@ them, with the numbers of base and change within the type's step."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import lora_merge
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.recipes.replay import prove
 from tests.kit import gguf_files as by_library
+from tests.kit.command_line import run
 from tests.kit.files import load, save
 from tests.kit.hostile_inputs import command
 from tests.kit.tensors import Tensors, rand
@@ -202,3 +204,29 @@ def test_gguf_refuses_what_it_has_no_place_for(tmp_path: Path, change: str, erro
     with pytest.raises(error, match=what):
         lora_merge.merge(base, lora, out, **options)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("output", ["out.safetensors", "out.gguf", "out.ckpt"])
+def test_line_for_a_model_without_gguf_is_right(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The missing names are named, and the line in the fix merges."""
+    monkeypatch.chdir(tmp_path)
+    base, lora, _ = inputs(tmp_path, "flux")
+    sign = "model.diffusion_model.double_blocks.0.img_attn.proj.weight"
+    save({name: value for name, value in load(base).items() if name != sign}, base)
+    words = [base.name, lora.name, "--dtype", "q8_0", "--unmatched", "skip", "-o", output]
+    answer = run(*words)
+    assert answer.code == 2 and f"it recognises flux by {sign}: not in the base" in answer.err
+    fix = shlex.split(answer.err.partition("; write lora-merge ")[2])
+    assert run(*fix).code == 0 and (tmp_path / "out.safetensors").exists()
+
+
+def test_weights_that_do_not_fill_blocks_are_the_reason(tmp_path: Path) -> None:
+    shapes, _, _ = CASES["flux"]
+    base = tmp_path / "base.safetensors"
+    stem = "lora_unet_double_blocks_0_img_attn_qkv"
+    factors = {f"{stem}.lora_down.weight": rand(4, 32), f"{stem}.lora_up.weight": rand(96, 4)}
+    lora = save(factors, tmp_path / "lora.safetensors")
+    save({name: rand(*shape[:-1], 32) if len(shape) == 2 else rand(*shape) for name, shape in shapes.items()}, base)
+    with pytest.raises(UsageError, match="rows of 32 values do not fill blocks of 256") as caught:
+        lora_merge.merge(base, lora, tmp_path / "out.gguf", dtype="q4_k")
+    assert 'dtype="q4_1"' in caught.value.fix

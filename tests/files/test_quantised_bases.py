@@ -20,6 +20,7 @@ from lora_merge.viewing.inspect import inspect
 from tests.files import quantised_forms
 from tests.files.quantised_forms import FORMS, SHAPE, Form
 from tests.kit.files import load, save
+from tests.kit.measured import survival_of
 from tests.kit.quantised import ALL, NAMES, adapter, base, exact, kept, made_plain, parts, same, stored
 from tests.kit.tensors import Tensors, rand
 
@@ -58,10 +59,11 @@ def test_inspect_shows_what_survives_before_the_merge(name: str, tmp_path: Path)
         retained = float((applied * wanted).sum() / wanted.square().sum())
         assert found["retained"] == pytest.approx(retained, abs=0.01)
         assert found["noise"] == pytest.approx(float((applied - wanted).norm() / wanted.norm()), rel=0.02, abs=0.002)
-        below += retained < 0.9
+        assert found["share"] == pytest.approx(survival_of(wanted, applied - wanted)["share"], abs=0.01)
+        below += found["share"] < 0.9
     assert all("--dtype" in text for text in numbers["warnings"])
-    assert len(numbers["warnings"]) == (numbers["all"]["retained"] < 0.95)
-    assert (numbers["all"]["retained"] < 0.9) <= below
+    assert len(numbers["warnings"]) == (numbers["all"]["share"] < 0.95)
+    assert (numbers["all"]["share"] < 0.9) <= below
 
 
 @pytest.mark.few(3)

@@ -92,7 +92,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o civitai:12345-write a file here with -o NAME]",
-    "write a folder for each: …--include … -o OTHER":
+    "write a folder for each: …--include … -o …-…":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
         "tests/adapters_out/test_extract_tokens.py::test_head_apart_is_never_lost_in_a_file",

@@ -51,19 +51,26 @@ def numbers_of(
 
     before, after, parts = all_of(base), all_of(out), [all_of(c) for c in changes]
     change = sum(parts)
-    applied = after - rounded(before)
     rows = []
     for part, of in zip(parts, changes, strict=True):
-        own = after - rounded(before + change - part)
         touched = not of.keys().isdisjoint(keys)
-        share = {"change": np.linalg.norm(part), "retained": survived(own @ part / (part @ part))} if touched else None
-        rows.append(share)
+        rows.append({"change": np.linalg.norm(part), **survival_of(part, after - before - change)} if touched else None)
     return {
-        "of": before.size, "elements": before.size, "changed": np.mean(applied != 0), "saturated": 0, "weight": np.linalg.norm(before),
+        "of": before.size, "elements": before.size, "changed": np.mean(after != rounded(before)), "saturated": 0, "weight": np.linalg.norm(before),
         "change": np.linalg.norm(change), "ratio": np.linalg.norm(change) / np.linalg.norm(before),
-        "largest": np.abs(change).max(), "retained": survived(applied @ change / (change @ change)),
-        "noise": np.linalg.norm(applied - change) / np.linalg.norm(change), "adapters": rows,
+        "largest": np.abs(change).max(), **survival_of(change, after - before - change), "adapters": rows,
     }  # fmt: skip
+
+
+def survival_of(change: Any, error: Any) -> dict[str, float]:
+    """What of a change is in an output with these errors, by definition."""
+    change, error = (np.asarray(some, np.float64).ravel() for some in (change, error))
+    applied, size, error = (change + error) @ change, change @ change, error[change != 0]
+    return {
+        "share": survived(applied, error @ error),
+        "retained": applied / size,
+        "noise": (error @ error / size) ** 0.5,
+    }
 
 
 def assert_same(found: Any, want: Any) -> None:

@@ -346,7 +346,7 @@ def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("dtype", "scale", "wider"),
-    [("bf16", 0.002, "fp32"), ("fp8_e4m3fn", 0.01, "fp32"), ("fp8_e4m3fn", 1.0, "bf16 or fp32")],
+    [("bf16", 0.002, "fp32"), ("fp8_e4m3fn", 0.01, "fp32"), ("fp8_e4m3fn", 2.0, "bf16 or fp32")],
 )
 def test_dtype_that_swallows_the_change_is_reported(tmp_path: Path, dtype: str, scale: float, wider: str) -> None:
     base = {"block.weight": rand(64, 64, seed=1).to(torch.float8_e4m3fn).float()}
@@ -356,8 +356,8 @@ def test_dtype_that_swallows_the_change_is_reported(tmp_path: Path, dtype: str, 
     paths = tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "o.safetensors"
     report = lora_merge.merge(*paths, dtype=dtype)
     assert report.verified is not None
-    assert report.verified["retained"][0]["retained"] < 0.5
-    assert f"write --dtype {wider}, or round with --rounding stochastic" in report.verified["warnings"][0]
+    assert report.survival[0]["share"] < 0.6
+    assert f"; write --dtype {wider}" in report.verified["warnings"][0]
     numbers = report.numbers
     assert (numbers["below"], numbers["worst"]) == (1, "block.weight")
     said = [*plain_lines(proof_rows({**report.verified, "numbers": numbers, "counted": True}))]

@@ -136,7 +136,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
         where, fix = f"{base.path} and {tuned.path}", "use two checkpoints of one model"
         raise FitError("no weight is left to compare", where, fix)
     if to.folder:
-        expect_one((p.place.component for p in pairs.pairs), "the base has")
+        expect_one((p.place.component for p in pairs.pairs), "the base has", job.output)
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
     # Step 3: the rule of each layer.

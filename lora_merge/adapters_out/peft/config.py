@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ...algorithms import ALGORITHMS
@@ -131,13 +132,17 @@ def task_type(model: Mapping[str, Any]) -> str | None:
     return "CAUSAL_LM" if any(str(name).endswith(DECODER_CLASSES) for name in classes) else None
 
 
-def expect_one(components: Iterable[str], what: str) -> None:
+def expect_one(components: Iterable[str], what: str, output: Path) -> None:
     """Raise UsageError for several components, which one folder cannot hold; `what` says where they are from."""
+    folder = output.name if output.parent in (Path(), Path.cwd()) else output
     names = sorted({*components})
     if len(names) > 1:
-        raise UsageError(f"a PEFT folder is for one component, {what} {', '.join(names)}", "--include",
-                         f"write a folder for each: {''.join(f'`--include {c} -o FOLDER`, then ' for c in names[:-1])}"
-                         f"`--include {names[-1]} -o OTHER`")  # fmt: skip
+        steps = "".join(f"`--include {name} -o {folder}-{name}`, then " for name in names[:-1])
+        raise UsageError(
+            f"a PEFT folder is for one component, {what} {', '.join(names)}",
+            "--include",
+            f"write a folder for each: {steps}`--include {names[-1]} -o {folder}-{names[-1]}`",
+        )
 
 
 def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: Sequence[Place]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Facts from https://github.com/city96/ComfyUI-GGUF: tools/convert.py and tools/lc
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Final, NamedTuple
@@ -79,6 +79,26 @@ def diffusion_file(tensors: Container[str]) -> DiffusionFile | None:
             if any(all(f"{prefix}{name}" in tensors for name in names) for names in kind.signs):
                 return DiffusionFile(kind, prefix)
     return None
+
+
+def missing_signs(tensors: Iterable[str]) -> tuple[Diffusion, tuple[str, ...]] | None:
+    """Return the kind that names of a model resemble most, and the names that it is recognised by and that are missing;
+    None for names that resemble no kind.
+
+    `tensors`: names of no known kind. A kind is resembled if each of its names begins as some of them do.
+    """
+    best, result = 0.0, None
+    for prefix in DIFFUSION_PREFIXES:
+        beginnings = {
+            ".".join(parts[:n]) for key in tensors if key.startswith(prefix)
+            for parts in (key.removeprefix(prefix).split("."),) for n in range(1, len(parts) + 1)
+        }  # fmt: skip
+        for kind, names in ((row, signs) for row in DIFFUSION_MODELS for signs in row.signs):
+            alike = [max((n for n in range(len(p) + 1) if ".".join(p[:n]) in beginnings), default=0) / len(p)
+                     for p in (name.split(".") for name in names)]  # fmt: skip
+            if all(alike) and (mean := sum(alike) / len(alike)) > best:
+                best, result = mean, (kind, tuple(f"{prefix}{n}" for n in names if n not in beginnings))
+    return result
 
 
 def plain_type(name: str, shape: Shape, dtype: str) -> str:

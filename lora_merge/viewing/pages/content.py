@@ -50,7 +50,7 @@ SURVIVES: Final = "survives"
 CHANGED: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("change", "‖ΔW‖", join=root),
-    Metric("retained", SURVIVES, "%"),
+    Metric("share", SURVIVES, "%"),
     Metric("changed", "values that differ", "%"),
     Metric("noise", "noise / change", "%"),
     Metric("largest", "largest |ΔW|", join=max),
@@ -190,11 +190,11 @@ class PageContent:
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-            lost = [(name, 1 - share) for name, row in rows if (share := row["retained"]) is not None]
+            lost = [(name, 1 - share) for name, row in rows if (share := row["share"]) is not None]
             if any(share > LEAST_LOSS for _, share in lost):
                 self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]
-            shown = {"retained": SHARE_COLUMN, "ratio": {"unit": "%", "bar": True}}
+            shown = {"share": SHARE_COLUMN, "ratio": {"unit": "%", "bar": True}}
             columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in metrics]
             if len(rows) > 1:
                 self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in metrics)] for name, row in rows))

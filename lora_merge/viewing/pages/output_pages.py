@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...command import MERGE
 from ...facts import line, strengths, times
-from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, trigger_words
+from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, of_change, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
 from ...text import listed, plural
 from ..json_schemas import kind_of
@@ -81,16 +81,15 @@ def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
     if not facts["verified"]:
         return "warning", f", and not verified: {changed}."
     known = [row["share"] for row in facts["survival"] if row["share"] is not None]
-    survives = f"; {judged(least, 'the change')} survives" if (least := worst(known)) is not None else ""
-    return "good", f" and verified: {changed}{survives}."
+    if (least := worst(known)) is not None:
+        changed += f"; {judged(least, of_change(facts['method'], 'the change'))} survives"
+    return "good", f" and verified: {changed}."
 
 
 def _adapters(page: PageContent, facts: Values) -> None:
     """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
     rows = [*facts["coverage"].items()]
-    sampled = {row["adapter"]: row for row in (facts["verified"] or {}).get("retained", ())}
     measured = (facts["numbers"] or {}).get("all", {}).get("adapters", [])
-    known = [{**sampled.get(name, {}), **(measures or {})} for (name, _), measures in zip_longest(rows, measured)]
     page.table(
         "Adapters",
         ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": SURVIVES, **SHARE_COLUMN}],
@@ -100,10 +99,10 @@ def _adapters(page: PageContent, facts: Values) -> None:
                 strengths(c["strengths"]),
                 c["matched"],
                 c["total"],
-                measures.get("change"),
-                measures.get("retained"),
+                (measures or {}).get("change"),
+                (survives or {}).get("share"),
             ]
-            for (name, c), measures in zip(rows, known, strict=True)
+            for (name, c), measures, survives in zip_longest(rows, measured, facts["survival"])
         ),
         first=True,
     )
@@ -348,7 +347,7 @@ def _job(job: Values) -> list[Any]:
     adapters = adapters or ", ".join(f"{a['name']} {times(a['strength'])}×" for a in job.get("adapters") or ())
     why = f"{job['status']}: {job['error']['what']}" if job.get("error") else job["status"]
     return [job["number"], output, why, adapters, report.get("written"), job.get("seconds") or None,
-            every.get("ratio"), every.get("retained")]  # fmt: skip
+            every.get("ratio"), every.get("share")]  # fmt: skip
 
 
 def _times(adapter: Values) -> str:

@@ -1,0 +1,157 @@
+"""Lines of other programs, and strengths at the wrong place: each is answered with one whole line, which is accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lora_merge.cli.corrected_line import PLACES
+from tests.kit.adapters import kohya
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd1_sample
+from tests.kit.tensors import rand
+
+LINE = re.compile(r"lora-merge (?!help)(.*?)(?=; (?:or|then|see) |$)")
+"""A command in a fix, which is the last part of it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("foreign")
+    base = sd1_sample()
+    save(base, made / "base.safetensors")
+    save({k: v + rand(*v.shape) if "attn1" in k else v for k, v in base.items()}, made / "tuned.safetensors")
+    for seed, name in enumerate(("one", "two", "three")):
+        save(kohya(base, seed=seed), made / f"{name}.safetensors")
+    save({k: v for k, v in kohya(base).items() if "alpha" not in k}, made / "bare.safetensors")
+    return made
+
+
+LINES = {
+    # sd-scripts, LyCORIS
+    "--sd_model base --models one --ratios 0.7 --save_to x --save_precision bf16 --precision fp32": "base one:0.7 -o x --dtype bf16 --compute-dtype fp32",
+    "--sd_model base --models one two --ratios 0.7:0.3 --save_to x --precision float": "base one:0.7 two:0.3 -o x --dtype fp32",
+    "--sd_model base --models one --ratios 0.7 --concat --shuffle --v2": "base one:0.7",
+    "--models one two --ratios 0.8 0.5 --save_to x": "combine one:0.8 two:0.5 -o x",
+    "networks/merge_lora.py --sd_model base --models one --ratios 0.8 --save_to x": "base one:0.8 -o x",
+    "python svd_merge_lora.py --models one two --ratios 0.7 0.3 --new_rank 4 --new_conv_rank 2 --save_to x": "combine one:0.7 two:0.3 -o x --rank 4 --conv-rank 2",
+    "resize_lora --model one --new_rank 2 --save_to x --dynamic_method sv_ratio --dynamic_param 20": "resize one -o x --rank ratio:20 --max-rank 2",
+    "extract_lora_from_models --model_org base --model_tuned tuned --dim 2 --save_to x --clamp_quantile 0.99": "extract base tuned -o x --rank 2",
+    "extract --model_tuned tuned --model_org base --linear_dim 2": "extract base tuned --rank 2",
+    "base one --save_precision float --no_metadata --metadata_title T": "base one --dtype fp32 --no-metadata --title T",
+    "base --network_weights one --network_mul 0.7": "base one:0.7",
+    # supermerger, ComfyUI, stable-diffusion.cpp
+    "base one --alpha 0.6 --lbw te=0": "base one:0.6 --strength-for te=0",
+    "base one --block-weights te=0": "base one --strength-for te=0",
+    "base --lora one 0.7 --lora two 0.3": "base one:0.7 two:0.3",
+    "--ckpt_name base --lora_name one --strength_model 0.8 --strength_clip 0.5 --filename_prefix x": "base one -o x --strength-for unet=0.8 --strength-for te=0.5",
+    "--unet_name base --lora_name one --weight_dtype fp8_e4m3fn": "base one --dtype fp8_e4m3fn",
+    # PEFT, LLaMA-Factory, Axolotl, Unsloth, FastChat
+    "--base_model_name_or_path base --peft_model_path one --output_dir x --device cpu --push_to_hub": "base one -o x --device cpu",
+    "--model_name_or_path base --adapter_name_or_path one --export_dir x --template llama3 --finetuning_type lora": "base one -o x",
+    "export --model_name_or_path base --adapter_name_or_path one --export_dir x --export_size 2": "base one -o x",
+    "merge-lora --base_model base --lora_model_dir one --output_dir x --load_in_8bit false --fp16 true": "base one -o x --dtype fp16",
+    "--model_name base --adapter_path one --save_method merged_16bit --save_directory x": "base one -o x --dtype keep",
+    "--base-model-path base --target-model-path x --lora-path one": "base one -o x",
+    "combine one two --combination_type linear --weights 0.5,0.4 --adapter_name both": "combine one:0.5 two:0.4 --method sum",
+    "combine one two --combination_type magnitude_prune --density 0.5 --weights [1,0] --svd_rank 2": "combine one:1 two:0 --method prune --density 0.5 --rank 2",
+    # mergekit, llama.cpp, diffusers, sd-mecha
+    "mergekit-extract-lora --model tuned --base-model base --out-path x --max-rank 2 --lazy-unpickle": "extract base tuned -o x --max-rank 2",
+    "base one two --merge-method ties --out-dir x": "base one two -o x --method ties",
+    "-m base --lora-scaled one 0.5 -o x": "base one:0.5 -o x",
+    "--base_model_path base --checkpoint_path one --dump_path x --alpha 0.75": "base one:0.75 -o x",
+    "--model base --lora one --merge_dtype fp64 --output_dtype bf16 --threads 8 --output x": "base one --output x --compute-dtype fp64 --dtype bf16",
+    # Single options
+    "base one --model-type sd15": "base one", "base one --low-vram": "base one", "base one --threads 4": "base one",
+    "base one --save_precsion fp16 --out x": "base one -o x --dtype fp16",
+    "base one --weight 0.5 --clip-skip 2": "base one:0.5", "base one --fp16 --nonsense": "base one --dtype fp16",
+    "base one --alpha 16 --lora_alpha 16": "base one", "base bare --alpha 16 --lora_alpha 16": "base bare --setting lora_alpha=16",
+    "convert one --output-format diffusers --include unet --base base": "convert one --to diffusers --include unet --base base",
+    "resize one --new_rank 0.9": "resize one --rank energy:0.9", "resize one 50%": "resize one --rank energy:0.5",
+    "resize one --rank energy:90": "resize one --rank energy:0.9", "combine one two --method tise --rank 2": "combine one two --method ties --rank 2",
+    # Strengths
+    "base one two --strength 0.5 0.6 -o x": "base one:0.5 two:0.6 -o x", "base one:0.5 two -s 0.6": "base one:0.5 two:0.6",
+    "base one 0.8 two": "base one:0.8 two", "base 0.8 one 0.5 two": "base one:0.8 two:0.5", "base one two 0.5 0.6": "base one:0.5 two:0.6",
+    "base one,te=0 -s 0.6": "base one:0.6,te=0", "base one two -s 0.5,0.6,0.7": "base one:0.5 two:0.6",
+    "base one two three -s 0.5": "base one:0.5 two:0.5 three:0.5", "base one:0.5 two --scale 2": "base one:1 two:2",
+    "average one two --ratio 0.7:0.3": "average one two --weights 0.7,0.3", "average one two --weight 0.7 0.3 -o x": "average one two -o x --weights 0.7,0.3",
+    "average one two --weights 0.7 0.3": "average one two --weights 0.7,0.3", "average one 0.7 two 0.3": "average one two --weights 0.7,0.3",
+    "average one.safetensors:0.7 two.safetensors:0.3": "average one.safetensors two.safetensors --weights 0.7,0.3",
+    "base <lora:one:0.8> --save_to x": "base one.safetensors:0.8 -o x", "base one,two -s 0.5 0.6": "base one:0.5 two:0.6",
+    "base one@0.8 two --save_to x": "base one.safetensors:0.8 two -o x", "base one:0.8:0.5 --out x": "base one:1,unet=0.8,te=0.5 -o x",
+    "base one --lora one:0.5": "base one:0.5", "base one -s -0.5 two 0.6": "base one:-0.5 two:0.6",
+    # Two values for one option: the last
+    "base one:0.5 --lora-weight 0.8 -o x": "base one:0.8 -o x", "base one:0.5 -s 0.6": "base one:0.6",
+    "base one --save_to a -o b": "base one -o b", "base one --save_precision fp16 --dtype bf16": "base one --dtype bf16",
+    "base one --strength_clip 0 --te-strength 0.5": "base one --strength-for te=0.5",
+    "--sd_model base --ckpt tuned --lora one": "tuned one",
+}  # fmt: skip
+"""Line as it is typed → the line of the fix."""
+
+
+@pytest.mark.few(20)
+@pytest.mark.parametrize("words", LINES)
+def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the last part of the fix, has no placeholder, and does what was meant."""
+    monkeypatch.chdir(folder)
+    code, _, err = run(*words.split())
+    (right,) = LINE.findall(err.splitlines()[-1] if "see lora-merge" not in err else err.partition("; see")[0])
+    assert code == 2 and right == LINES[words] and not {*re.findall("[A-Z]\\w+", right)} & {*PLACES}
+    typed = shlex.split(right)
+    assert run(*typed, "--dry-run")[0] == 0
+    assert not [*folder.glob("x*")]
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    ("base one --save_to a -o b", ["--save_to a and -o b contradict each other", "keep one of them"]),
+    ("base one --fp16 --save_precision bf16", ["--fp16 and --save_precision bf16 contradict each other"]),
+    ("base one:0.5 --lora-weight 0.8", ["one has two strengths, 0.5 and 0.8"]),
+    ("base one --clip-skip 2 --template llama3 --out x", ["leave out --clip-skip 2, --template llama3 (not needed here); write"]),
+    ("base one --nonsense 3 --threads 4", ["--nonsense 3 (not known here) and --threads 4 (all cores are used)"]),
+    ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
+    ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
+    ("base one two --ratio 0.8", ["give one for each adapter, such as lora-merge base one:0.8 two:0.8"]),
+])  # fmt: skip
+def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    code, _, err = run(*words.split())
+    assert code == 2 and all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("words", [
+    "base one --weight x", "base one --only IN04 --out o", "base one --config jobs.yaml", "one --base",
+    "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
+])  # fmt: skip
+def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    code, _, err = run(*words.split())
+    assert code == 2 and "write lora-merge" not in err, err
+
+
+@pytest.mark.parametrize("words", [
+    "base one:0.5 two:0.6", "base one two -s 0.5,0.6", "base one two -s [0.5,0.6]", "base one two -s -0.5 -s 0.6", "base one --scale 1",
+    "combine one two --scale 0.5", "combine one two:0.5 --rank 2", "average one two --weights 0.7,0.3", "base one,te=0 two:0.5,te=0.5",
+    "base one --strength-for te=0 --strength-for unet=0.5", "base one two three --method ties --scale 0.5", "resize one:0.5 --rank 2",
+])  # fmt: skip
+def test_lines_of_ours_are_no_mistakes(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert run(*words.split(), "--dry-run")[0] == 0
+
+
+def test_folder_for_each_component_has_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    lines = LINE.findall(run("convert", "one", "--to", "peft", "--base", "base", "-o", "y")[2].splitlines()[-1])
+    assert lines == [f"convert one --to peft --base base --include {part} -o y-{part}" for part in ("te", "unet")]
+    assert all(run(*right.split(), "--dry-run")[0] == 0 for right in lines)
+
+
+def test_rank_above_that_of_the_adapter_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    code, out, err = run("resize", "one", "--rank", 90, "--dry-run")
+    assert code == 0 and "--rank 90 leaves the ranks as they are" in out + err
+    code, out, err = run("resize", "one", "--rank", 1, "--dry-run")
+    assert code == 0 and "leaves the ranks" not in out + err
