@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .adapter_options import ADAPTER_OPTIONS
 from .addresses import split
 from .errors import UsageError
-from .options import BLOCK_WEIGHTS, OPTIONS
+from .options import BLOCK_WEIGHTS
 from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
-from .text import CODE, Message
+from .text import python_code
 
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
@@ -40,96 +39,6 @@ _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no
 )
 _PART: Final = r"(?!x[0-9])[A-Za-z_][\w.-]*"
 _WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
-
-
-OF_PYTHON: Final = ("base", "output", "search", "workers", "ray_address", "executor")
-"""Parameters of Python's functions that are no rows of the tables of options."""
-
-OF_BATCH: Final = ("overwrite", "card")
-"""Options of jobs that `lora-merge batch` has too."""
-
-PAIRS: Final = ("parts", "settings", "entries", "rules")
-"""Kinds of options whose values are a name and a value."""
-
-LISTS: Final = ("texts", "list", "numbers")
-"""Kinds of options that have several values."""
-
-_MENTION: Final = r"(?<![\w-])(?:--([a-z][a-z-]*)|-o)(?![\w-])"
-"""An option in a message; -o is the output."""
-
-_TYPED: Final = r"(?:--(?P<name>[a-z][a-z-]*)|-o)(?: (?!--)(?P<value>.*?))?(?= --| -o |$)"
-"""An option that can be typed, and its value; -o is the output."""
-
-
-def in_jobs_file(text: str) -> str:
-    """Return a message with its options as a jobs file has them: `unmatched: skip` for `--unmatched skip`.
-
-    Commands stay as they are typed.
-    """
-    return _with_options(text, _field)
-
-
-def in_python(text: str) -> str:
-    """Return a message with its options as keywords of Python: `unmatched="skip"` for `--unmatched skip`.
-
-    Commands stay as they are typed.
-    """
-    return _with_options(text, _keyword)
-
-
-def _with_options(text: str, form: Callable[[str, str | None], str]) -> str:
-    pieces = CODE.split(Message(text).written)
-    pieces[::2] = [re.sub(_MENTION, lambda m: form(m[1] or "", None) or m[0], words) for words in pieces[::2]]
-    for n, code in enumerate(pieces[1::2]):
-        options = [form(m["name"] or "", m["value"]) or m[0] for m in re.finditer(_TYPED, code)]
-        pieces[2 * n + 1] = f"`{code}`" if code.startswith("lora-merge ") else ", ".join(options) or code
-    return "".join(pieces)
-
-
-def _keyword(flag: str, value: str | None) -> str:
-    """Return an option as a keyword; "" if Python has none. `flag`: its name, "" for the output."""
-    name = (flag or "output").replace("-", "_")
-    if name.startswith("no_") and name not in OPTIONS and name[3:] in OPTIONS:
-        return f"{name[3:]}=False"
-    option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
-    if option is None and name not in OF_PYTHON:
-        return ""
-    kind = option.kind if option else "path"
-    if not value:
-        return f"{name}=True" if kind == "switch" else name
-    plain = value[1:-1] if value[0] in "'\"" else value
-    part, equals, number = plain.rpartition("=")
-    if kind in PAIRS and equals:
-        return f"{name}={{{_literal(part)}: {_literal(number)}}}"
-    return f"{name}=[{_literal(plain)}]" if kind in LISTS else f"{name}={_literal(plain)}"
-
-
-def _literal(text: str) -> str:
-    """Return a value as Python has it: numbers, lists and placeholders such as FILE as they are, and else a text."""
-    plain = text.isupper() or re.fullmatch(r"-?[0-9.]+(,-?[0-9.]+)*|\[.*\]|true|false|…", text)
-    return {"true": "True", "false": "False"}.get(text, text) if plain else json.dumps(text, ensure_ascii=False)
-
-
-def _field(flag: str, value: str | None) -> str:
-    """Return an option as a field; "" if a job has none."""
-    name = (flag or "output").replace("-", "_")
-    option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
-    if (option is None and name not in ("base", "output")) or name in OF_BATCH:
-        return ""
-    kind = option.kind if option else "path"
-    if not value:
-        return f"{name}: true" if kind == "switch" else name
-    quoted = value[0] in "'\""
-    part, equals, number = (value[1:-1] if quoted else value).rpartition("=")
-    if kind in PAIRS and equals:
-        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}"
-    value = _quoted(value[1:-1]) if quoted else value
-    return f"{name}: {f'[{value}]' if kind in LISTS else value}"
-
-
-def _quoted(text: str) -> str:
-    """Return a text as YAML has it, without escapes."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def right_form(text: str) -> str:
@@ -265,6 +174,9 @@ def adapter_path(path: str | Path, *, alone: bool = False) -> Path:
         else:
             fix = f"({name}, {argument.strength}) in the list of adapters, or strengths=[{argument.strength}]"
         raise UsageError("a strength is not written like this in Python", path[:200], f"write {fix}")
+    several = [word for word in re.split(r"\s*[,;]\s*", str(path)) if word]
+    if len(several) > 1 and not exists(path) and all(exists(with_found_ending(word)) for word in several):
+        raise UsageError("several adapters are written in one text", str(path)[:200], f"write {python_code(several)}")
     return input_path(path)
 
 

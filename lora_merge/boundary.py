@@ -1,15 +1,17 @@
-"""What leaves a public function: its result, or a MergeError."""
+"""What leaves a public function, in Python's words: its result, or a MergeError."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
-from .adapter_arguments import in_python
 from .call_errors import annotation_of, wrong_call
 from .errors import MergeError, UsageError, as_merge_error
+from .facts import Facts
+from .option_texts import in_python
 from .options import switch
 
 P = ParamSpec("P")
@@ -18,6 +20,30 @@ R = TypeVar("R")
 
 class CallersFailure(Exception):
     """A function that the caller gave has failed: its cause leaves a public function as it is."""
+
+
+SENTENCES: Final = ("notes", "warning", "warnings", "fix", "skipped", "ignored")
+"""Fields of reports and facts that hold sentences for the user."""
+
+OF_FILES: Final = ("metadata", "tensors", "modules", "layers")
+"""Fields whose names and texts are those of files."""
+
+
+def worded(value: Any, name: str = "") -> Any:
+    """Return a result with its errors and sentences in Python's words. `name`: the field that holds it."""
+    if isinstance(value, MergeError):
+        value.reword(in_python)
+    elif isinstance(value, str) and name in SENTENCES:
+        value = in_python(value)
+    elif isinstance(value, Facts):
+        value = value.changed(worded)
+    elif isinstance(value, Mapping) and name not in OF_FILES:
+        value = {key: worded(item, name if name in SENTENCES else key) for key, item in value.items()}
+    elif type(value) in (list, tuple):
+        value = type(value)(worded(item, name) for item in value)
+    elif is_dataclass(value) and hasattr(value, "to_json"):
+        value = replace(value, **{f.name: worded(getattr(value, f.name), f.name) for f in fields(value)})  # type: ignore[type-var]
+    return value
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -33,10 +59,11 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             for name in kwargs.keys() & switches:
                 if kwargs[name] is not None:
                     switch(kwargs[name], name)
-            return function(*args, **kwargs)
+            result: R = worded(function(*args, **kwargs))
+            return result
         except UsageError as e:
-            wrong = wrong_call(function, (args, kwargs)) if e.is_of_type else None
-            raise (wrong.of_type() if wrong else e.reword(in_python)) from e.__cause__
+            wrong, corrected = wrong_call(function, (args, kwargs)), e.reword(in_python).fix.startswith("write ")
+            raise (wrong if wrong and (wrong.fix.startswith("write ") or not corrected) else e) from e.__cause__
         except MergeError as e:
             e.reword(in_python)
             raise

@@ -6,12 +6,13 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any, Final, Literal, Union
 
-from .adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from .errors import UsageError
+from .option_texts import takes
 from .options import AN_ADAPTER, COMMAND_ONLY, MEANT, OPTIONS, SWITCHED, values_of
 from .text import described, number_of, one_line, python_code, shown
 
@@ -23,11 +24,11 @@ VALUE_KINDS: Final[Mapping[str, str]] = {
     "Adapters": f"{AN_ADAPTER}, or a list of these", "OneAdapter": AN_ADAPTER,
     "Sequence[OneAdapter]": "a list of paths",
     "Sequence[str | Path]": "a list of folders", "Sequence[float]": "a list of numbers", "int": "a whole number",
-    "float": "a number", "bool": "True or False", "str | int": "a number or a rule",
+    "float": "a number", "bool": "True or False", "str | int": "a whole number or a rule",
     "str | float": "a number or a word",
     "bool | Progress": "True, False, or a function of a lora_merge.Step",
     "Mapping[str, str | int] | Sequence[tuple[str, str | int]]": 'a table such as {"te": 4}',
-    "Jobs": "a path, or a list of jobs", "Keep": "host, device or compressed", "dict[str, object]": "a dict",
+    "Jobs": "a path, or a list of jobs", "Keep": "one of: host, device, compressed", "dict[str, object]": "a dict",
     "MemoryAdapters": f"{AN_ADAPTER}, a state dict, or a list of these", "Module | LivePipeline": "a model",
     "FormerPlans": "a lora_merge.FormerPlans", "Callable[[JobReport], object]": "a function of a lora_merge.JobReport",
 }  # fmt: skip
@@ -46,6 +47,9 @@ EXAMPLES: Final[Mapping[str, str]] = {
 TYPES: Final = {"str | int": int, "int": int, "Sequence[float]": list, "Sequence[str | Path]": list, "bool": bool}
 """Annotation of a parameter → the type of a value without a name that was probably meant for it."""
 
+OF_FILES: Final = ("base", "output")
+"""Parameters that functions for tensors in memory lack."""
+
 IN_MEMORY: Final = ("merge", "plan", "merge_state_dict")
 """Functions for which there is another one for state dicts or for models."""
 
@@ -61,7 +65,7 @@ def annotation_of(parameter: inspect.Parameter) -> str:
 def wrong_call(function: Callable[..., Any], call: Call) -> UsageError | None:
     """Return the error for arguments that do not fit the function's parameters and their types; None if they do."""
     args, kwargs = call
-    signature, place = inspect.signature(function), f"lora_merge.{function.__qualname__}"
+    signature, place = inspect.signature(function), f"lora_merge.{function.__qualname__.removesuffix('.__init__')}"
     parameters = {p.name: p for p in signature.parameters.values() if p.name != "self"}
     placed = args[len(signature.parameters) - len(parameters) :]  # without `self`
     options = _options(parameters.pop("options", None))
@@ -72,7 +76,8 @@ def wrong_call(function: Callable[..., Any], call: Call) -> UsageError | None:
         return UsageError(wrong[0], place, wrong[1])
     hints = _hints(function)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        if name in hints and name in parameters and not _fits(value, hints[name]):
+        optional = name in parameters and value is None and parameters[name].default is not inspect.Parameter.empty
+        if name in hints and name in parameters and not optional and not _fits(value, hints[name]):
             kind = VALUE_KINDS[annotation_of(parameters[name])]
             fix = _right_type(function.__name__, parameters[name], value, hints[name]) or f"give {kind}"
             return UsageError(f"{name} must be {kind}", f"{place}: {one_line(described(value))}", fix)
@@ -85,7 +90,12 @@ def _unknown_name(
     """Return what is wrong and how to correct it, where no parameter and no option has a name; else None."""
     known = (*parameters, *options)
     for name in kwargs:
-        if name not in known and name not in COMMAND_ONLY:
+        if name in COMMAND_ONLY:
+            fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
+            return f"only the command line has the option {name!r}", fix
+        if name in OF_FILES and {"state_dict", "model"} & parameters.keys():
+            return f"there is no parameter {name!r}", "for files use merge()"
+        if name not in known:
             near = get_close_matches(name, parameters, 1) or [MEANT.get(name, "")] * (MEANT.get(name) in known)
             near = near or get_close_matches(name, known, 1)
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
@@ -134,8 +144,7 @@ def _options(parameter: inspect.Parameter | None) -> tuple[str, ...]:
 def _may_be(value: object, name: str, parameter: inspect.Parameter | None) -> bool:
     """Return whether a value without a name was probably meant for an option or a parameter."""
     if isinstance(value, str | os.PathLike):
-        option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
-        return value in (DIALECT_NAMES if name in ("to", "format") else option.words if option else ())
+        return takes(name, str(value))
     return parameter is not None and type(value) is TYPES.get(annotation_of(parameter))
 
 
@@ -150,7 +159,7 @@ def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
 def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: Any) -> str:
     """Return how to correct an argument of a wrong type; "" where nothing shows what was meant."""
     name, annotation = parameter.name, annotation_of(parameter)
-    is_tensors, is_model = isinstance(value, Mapping), hasattr(value, "state_dict")
+    is_tensors, is_model = isinstance(value, Mapping), _is_model(value)
     number = SWITCHED.get(shown(value).lower()) if annotation == "bool" else number_of(value)
     fix = ""
     if is_tensors and function in IN_MEMORY:
@@ -171,6 +180,10 @@ def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
     return fix
 
 
+def _is_model(value: object) -> bool:
+    return hasattr(value, "state_dict")
+
+
 def _fits(value: object, hint: Any) -> bool:
     """Return whether a value is of a type, but for what is in it."""
     kind = typing.get_origin(hint) or hint
@@ -178,10 +191,11 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, option) for option in typing.get_args(hint))
     if kind is Literal:
         return isinstance(value, str | bool | int) and value in typing.get_args(hint)
-    if kind is float:
-        return isinstance(value, int | float)
-    if kind is Sequence and isinstance(value, str):
-        return False
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real)
+    if kind is Sequence:
+        return isinstance(value, Iterable) and not (isinstance(value, str | bytes | Mapping) or _is_model(value))
+    kind = Mapping if typing.is_typeddict(kind) else kind
     try:
         return value is None if kind is type(None) else isinstance(value, kind)
     except TypeError:  # Any, type variables, protocols

@@ -109,14 +109,6 @@ class UsageError(MergeError):
 
     exit_code = 2
 
-    is_of_type = False
-    """Whether a value has a wrong type, or an option is of another function."""
-
-    def of_type(self) -> Self:
-        """Return the error itself, as one about the type of a value or the name of an option."""
-        self.is_of_type = True
-        return self
-
 
 class PartWithoutEffect(UsageError):
     """A part of the model that an option names, and that the base lacks or no adapter changes."""

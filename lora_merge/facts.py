@@ -7,6 +7,7 @@ from decimal import Decimal
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
+from .option_texts import in_python
 from .text import Lines, html_table, json_text
 
 THOUSANDS: Final = (1000, ("", "K", "M", "G", "T"))
@@ -55,6 +56,11 @@ class Fact(NamedTuple):
 def line(name: str, value: object) -> Fact:
     """Return a fact; the words of its name may have underscores between them."""
     return Fact(name.replace("_", " "), str(value))
+
+
+def rows_in_python(rows: Iterable[Fact]) -> Iterator[Fact]:
+    """Yield rows with options and commands in Python's words."""
+    return (row._replace(value=in_python(row.value), right=in_python(row.right)) for row in rows)
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
@@ -173,7 +179,8 @@ def share_of(ratio: float, of: str) -> str:
 
 
 class Facts(Mapping[str, Any]):
-    """A table of names and values that JSON can hold; it shows itself as the text of the command line.
+    """A table of names and values that JSON can hold; it shows itself as the text of the command line, with options in
+    Python's words.
 
     Examples:
         >>> facts = lora_merge.inspect("style.safetensors")
@@ -182,7 +189,7 @@ class Facts(Mapping[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any], rows: Callable[[Mapping[str, Any]], Iterable[Fact]]) -> None:
-        self._values, self._rows = dict(values), rows
+        self._values, self._make = dict(values), rows
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -193,10 +200,24 @@ class Facts(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def changed(self, values: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Facts:
+        """Return the facts with other values.
+
+        Parameters:
+            values: The values in place of these.
+
+        Returns:
+            Other facts, which show themselves as these do.
+        """
+        return Facts(values(self._values), self._make)
+
+    def _rows(self) -> Iterator[Fact]:
+        return rows_in_python(self._make(self._values))
+
     @property
     def text(self) -> Lines:
-        """The text that the command line prints."""
-        return Lines.of(aligned(self._rows(self._values)))
+        """The text that the command line prints, with options in Python's words."""
+        return Lines.of(aligned(self._rows()))
 
     def to_json(self) -> str:
         """Return everything as one JSON object.
@@ -210,5 +231,5 @@ class Facts(Mapping[str, Any]):
         return self.text
 
     def _repr_html_(self) -> str:
-        rows = [(row.name, f"{row.value}  {row.right}".strip()) for row in self._rows(self._values)]
+        rows = [(row.name, f"{row.value}  {row.right}".strip()) for row in self._rows()]
         return html_table(str(self._values.get("path", self._values.get("schema", ""))), rows)

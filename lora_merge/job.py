@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from numbers import Real
 from os import PathLike, sep
@@ -296,8 +297,8 @@ def adapter_list(adapters: Any) -> list[Any]:
         if not all(isinstance(strength, Real | str) for strength in adapters.values()):
             raise wrong_adapter(adapters)
         adapters = [*adapters.items()]
-    if isinstance(adapters, list | tuple) and len(adapters) == 2 and number_of(adapters[1]) is not None:
-        raise wrong_adapter(adapters)  # a path and its strength as a text
+    if isinstance(adapters, list | tuple) and not is_pair(adapters) and _path_and_number(adapters):
+        raise wrong_adapter(adapters)
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     expected = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", expected)
@@ -352,18 +353,26 @@ def wrong_adapter(value: Any) -> UsageError:
     """Return the error for what is no adapter, with what was probably meant."""
     pair = (value.path, value.strength) if isinstance(value, Adapter) else value
     pair = (pair["path"], pair.get("strength", 1.0)) if isinstance(pair, Mapping) and "path" in pair else pair
-    number = None
-    if isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str | PathLike):
-        number = number_of(pair[1]) if isinstance(pair[1], str) else pair[1] if is_finite(pair[1]) else None
-    if number is not None:
-        fix = f"write {python_code((pair[0], number))}"
-    elif isinstance(value, Mapping) or hasattr(value, "state_dict"):
+    if right := _path_and_number(pair):
+        fix = f"write {python_code(right)}"
+    elif hasattr(value, "state_dict") or (
+        isinstance(value, Mapping) and any(hasattr(tensor, "shape") for tensor in value.values())
+    ):
         fix = "for tensors in memory use merge_state_dict() or merge_into(); to files, save them first"
     else:
         fix = f"give {AN_ADAPTER}"
     what = f"an adapter must be {AN_ADAPTER}, not {described(pair)}"
-    error = UsageError(what, "the list of adapters", fix)
-    return error if number is not None else error.of_type()
+    return UsageError(what, "the list of adapters", fix)
+
+
+def _path_and_number(pair: Any) -> tuple[Any, float] | None:
+    """Return the pair of a path and a strength that two values are, in any order; None for others."""
+    if isinstance(pair, list | tuple) and len(pair) == 2:
+        for path, strength in (pair, pair[::-1]):
+            value = number_of(strength) if isinstance(strength, str) else strength if is_finite(strength) else None
+            if isinstance(path, str | PathLike) and number_of(path) is None and value is not None:
+                return path, value
+    return None
 
 
 def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
@@ -404,8 +413,9 @@ def _settings(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[
     values = {name: _frozen(value) for name, value in pairs(settings, "--setting")}
     for name, value in values.items():
         if name not in known:
-            fix = f"use one of {', '.join(sorted(known))}"
-            raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
+            near = get_close_matches(name, known, 1)
+            fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(known))}"
+            raise UsageError(f"no formula has a setting {name!r}", "--setting", fix).instead(name, *near)
         expected, fits = known[name]
         if not fits(value):
             raise UsageError(f"{name} is not {expected}", f"`--setting {name}={shown(value)}`", f"use {expected}")

@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, GGUF_TYPES, QUANTISED_DTYPES
 from .errors import ResourceError, UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
-from .text import HUGE, described, is_finite, number_of, python_code, shown
+from .text import HUGE, described, is_finite, number_of, python_code, shown, with_article
 
 MEANT: Final[Mapping[str, str]] = MappingProxyType({
     **dict.fromkeys(("precision", "save_precision", "torch_dtype"), "dtype"),
@@ -261,6 +262,13 @@ def text(value: Any, where: str) -> str:
     return value
 
 
+def path(value: Any, where: str) -> Any:
+    """Return a path as it was given; UsageError for another value."""
+    if value is not None and not isinstance(value, str | PathLike):
+        raise unlike(value, where, "a path")
+    return value
+
+
 SWITCHED: Final = {
     "true": True,
     "yes": True,
@@ -285,7 +293,7 @@ def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
     name = where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
     what = f"{name} must be {kind}, not {described(value)}"
     if right is None:
-        return UsageError(what, name, f"give {kind}").of_type()
+        return UsageError(what, name, f"give {kind}")
     return UsageError(what, name, f"write {name}={python_code(right)}")
 
 
@@ -299,24 +307,28 @@ def a_list(value: Any, where: str, expected: str) -> list[Any]:
         return list(value)
     except Exception as e:  # of the caller's iterator, or a closed file
         raise UsageError(
-            f"{type(e).__name__} while a {type(value).__name__} was read: {e}", where, f"give {expected}"
+            f"{type(e).__name__} while {with_article(type(value).__name__)} was read: {e}", where, f"give {expected}"
         ) from e
+
+
+def _table(text: str) -> dict[str, Any]:
+    """Return the table that a text such as "te=0, unet=0.5" means."""
+    words = (entry.strip().rpartition("=")[::2] for entry in text.split(","))
+    return {name: word if number_of(word) is None else number_of(word) for name, word in words}
 
 
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     """Return pairs of name and value, from a table or from pairs; UsageError for other values."""
     expected = 'a table such as {"NAME": VALUE}, or a list of pairs'
-    if isinstance(value, str) and "=" in value:
-        words = (entry.rpartition("=")[::2] for entry in value.split(","))
-        raise unlike(
-            value, where, expected, {name: word if number_of(word) is None else number_of(word) for name, word in words}
-        )
+    if isinstance(value, str):
+        raise unlike(value, where, expected, _table(value) if "=" in value else None)
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], tuple):
         raise unlike(value, where, expected, {value[0]: value[1]})
-    entries = [
-        tuple(p) if isinstance(p, list | tuple) else (p,)
-        for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, expected))
-    ]
+    entries = [*value.items()] if isinstance(value, Mapping) else a_list(value, where, expected)
+    if entries and all((isinstance(entry, str) and "=" in entry) or isinstance(entry, Mapping) for entry in entries):
+        tables = [e if isinstance(e, Mapping) else _table(str(e)) for e in entries]
+        raise unlike(value, where, expected, {name: v for table in tables for name, v in table.items()})
+    entries = [tuple(p) if isinstance(p, list | tuple) else (p,) for p in entries]
     wrong = next((p for p in entries if len(p) != 2 or not isinstance(p[0], str)), None)
     if wrong is not None:
         raise unlike(wrong, where, 'a pair such as ("NAME", VALUE)')
@@ -340,19 +352,9 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError("strengths are given twice", "strength and strengths", "use one of the two")
         options = {"strength" if name == STRENGTHS else name: value for name, value in options.items()}
     for name in options:
-        _known(name)
+        if name not in OPTIONS:
+            raise UsageError(f"there is no option {name!r}", name, f"use one of {', '.join(OPTIONS)}")
     return {o.name: checked_value(o, options[o.name]) if o.name in options else o.default for o in OPTIONS.values()}
-
-
-def _known(name: str) -> None:
-    flag = "--" + name.replace("_", "-")
-    if name in COMMAND_ONLY:
-        fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
-        raise UsageError(f"only the command line has the option {name!r}", flag, fix)
-    if name not in OPTIONS:
-        near = [MEANT[name]] if name in MEANT else get_close_matches(name, (*OPTIONS, *OF_FUNCTIONS), 1)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OPTIONS)}"
-        raise UsageError(f"there is no option {name!r}", name, fix).of_type()
 
 
 def checked_value(option: Option, value: Any) -> Any:
@@ -382,7 +384,7 @@ def checked_value(option: Option, value: Any) -> Any:
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
-    "switch": switch, "whole": whole, "number": finite, "text": text,
+    "switch": switch, "whole": whole, "number": finite, "text": text, "path": path, "folder": path,
 }  # fmt: skip
 
 
@@ -439,7 +441,7 @@ def alike(word: str, known: Iterable[str]) -> list[str]:
 
 def dtype_name(value: object, option: Option) -> str:
     """Return the name of a dtype on the command line, also for a torch dtype; UsageError if the option rejects it."""
-    name = spelled(option, str(value))
+    name = spelled(option, str(getattr(value, "__name__", value)))  # numpy.float16 is a class
     if name not in option.words:
         near = [word for word in QUANTISED.get(name, ()) if word in option.words]
         near = near or [word for word in option.words if name and word.startswith(name)]  # q8

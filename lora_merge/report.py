@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .change_statistics import RETAINED
-from .facts import Fact, line, percent, share_of, strengths, times
+from .facts import Fact, line, percent, rows_in_python, share_of, strengths, times
 from .merge_methods import METHODS, SUM
+from .option_texts import in_python
 from .survival import NOTHING, grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
 
@@ -125,7 +126,7 @@ class Report(Shown):
         return f"Merged: {Path(self.output).name}"
 
     def _facts(self) -> Iterator[Fact]:
-        return merge_rows(vars(self))
+        return rows_in_python(merge_rows(vars(self)))
 
     def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.
@@ -294,7 +295,7 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
 
 def note_row(note: str) -> Fact:
     """Return the row of a note; a warning if the result is uncertain."""
-    return line("warning" if note.endswith((LOST_ALPHA, NOT_THE_BASE)) else "note", note)
+    return line("warning" if note.endswith((LOST_ALPHA, in_python(LOST_ALPHA), NOT_THE_BASE)) else "note", note)
 
 
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:

@@ -98,6 +98,11 @@ def plural(count: int, singular: str, many: str = "") -> str:
     return f"{count} {singular if count == 1 else many or singular + 's'}"
 
 
+def with_article(noun: str) -> str:
+    """Return "an int", "an ndarray", "a tensor"."""
+    return f"{'an' if re.match('[aeiou]|nd', noun, re.IGNORECASE) else 'a'} {noun}"
+
+
 def listed(names: Iterable[str], limit: int = 5) -> str:
     """Return the first names and how many are left: `a, b, c and 7 more`."""
     every = list(names)

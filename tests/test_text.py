@@ -26,6 +26,7 @@ from lora_merge.text import (
     json_text,
     one_line,
     rate,
+    with_article,
 )
 from tests.kit.pairs import WHOLE
 
@@ -101,6 +102,12 @@ def test_change_as_large_as_the_weights_is_a_warning() -> None:
 def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:
     rows = [*((f"IN{n:02d}", "a") for n in range(3)), ("IN03", "b"), ("IN05", "b"), *((f"x.{n}", "b") for n in (9, 10))]
     assert [run_label(names) for names, _ in runs(rows)] == ["IN00–IN02", "IN03", "IN05", "x.9–10"]
+
+
+def test_articles_are_those_that_are_spoken() -> None:
+    assert [*map(with_article, ("int", "ndarray", "tensor", "NoneType", "Upscaler"))] == [
+        "an int", "an ndarray", "a tensor", "a NoneType", "an Upscaler",
+    ]  # fmt: skip
 
 
 INVISIBLE = ["\u034f", "\u115f", "\u3164", "\ufe0f", "\uffa0", "\U000e0101", "\U000e01f0", "\U000e0fff"]

@@ -39,10 +39,11 @@ def average_weights(
     """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none. `others`:
     as `shares` takes them."""
     stated = [
-        name for name, value in (("weights", weights), ("ema", ema), ("sigma-rel", sigma_rel)) if value is not None
+        name for name, value in (("weights", weights), ("ema", ema), ("sigma_rel", sigma_rel)) if value is not None
     ]
     if len(stated) > 1:
-        raise UsageError(f"{' and '.join(stated)} both give the weights", f"--{stated[1]}", "use one of them")
+        first, second = (f"--{name.replace('_', '-')}" for name in stated[:2])
+        raise UsageError(f"{first} and {second} both give the weights", second, "use one of them")
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
@@ -54,11 +55,11 @@ def average_weights(
 def _stated(weights: Any, count: int) -> list[float]:
     """Return the stated weights; UsageError unless there is a number for each snapshot."""
     values = [weights] if is_finite(weights) else a_list(weights, "--weights", "a list of numbers")
-    if not all(map(is_finite, values)) or not 0 < len(values) <= count:
-        raise UsageError(f"the weights {shown(values)} for {plural(count, 'snapshot')}", "--weights",
-                         "give a finite number for each")  # fmt: skip
-    if len(values) < count:
-        fix = f"write `--weights {typed_weights([*values, *[None] * (count - len(values))])}`"
+    if not all(map(is_finite, values)):
+        raise unlike(weights, "--weights", "a list of numbers")
+    if len(values) != count:
+        right = typed_weights([*values, *[None] * (count - len(values))])
+        fix = f"write `--weights {right}`" if 0 < len(values) < count else "give one number for each"
         raise UsageError(f"{plural(len(values), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
     return [float(number) for number in values]
 

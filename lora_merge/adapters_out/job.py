@@ -251,13 +251,13 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     if stray := next((name for name in of_merge if name in of_others), None):
         known = ", ".join(name for name, row in rows.items() if row.group)
         raise UsageError(f"{request.command.name} has no such option", f"--{stray.replace('_', '-')}",
-                         f"leave it out, or use one of {known}").of_type()  # fmt: skip
+                         f"leave it out, or use one of {known}")  # fmt: skip
     for name, value in {**of_merge, **stated}.items():
         if name in rows and isinstance(value, str) and rows[name].kind in TYPED:
             TYPED[rows[name].kind](value, rows[name].flag)  # raises
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
-                         f"write {missing}: 16 or energy:0.99")  # fmt: skip
+                         f"write `--{missing} 16`")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
         raise UsageError("adapters are not quantised", f"`--dtype {shown(dtype)}`", "write `--dtype bf16`")

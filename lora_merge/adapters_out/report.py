@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
-from ..facts import Fact, line, share_of, times
+from ..facts import Fact, line, rows_in_python, share_of, times
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, target
 from ..text import Note, Shown, json_text, listed, plural, size
@@ -81,7 +81,7 @@ class AdapterReport(Shown):
         return f"Written: {Path(self.output).name}"
 
     def _facts(self) -> Iterator[Fact]:
-        return adapter_rows(vars(self))
+        return rows_in_python(adapter_rows(vars(self)))
 
     def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.

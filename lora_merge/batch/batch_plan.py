@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapter_arguments import in_jobs_file
 from ..command import Command
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
@@ -21,6 +20,7 @@ from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_ro
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..files.checkpoint import configuration
 from ..job import Adapter, Job
+from ..option_texts import in_jobs_file
 from ..options import OPTIONS
 from ..paths import ENDINGS, is_folder, of_index
 from ..planning.former_plans import FormerPlans, input_files, is_model

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from ..adapter_arguments import in_jobs_file
 from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
@@ -26,6 +25,7 @@ from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, validated
 from ..merge_methods import METHODS, PARAMETER_NAMES, SUM
 from ..models.parts import as_typed
+from ..option_texts import in_jobs_file
 from ..options import BLOCK_WEIGHTS, number, without_part
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
 from ..planning.checkpoint_cache import CheckpointCache

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from ..adapter_arguments import in_jobs_file
 from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_merge_error, error_dict
 from ..facts import Fact, line
+from ..option_texts import in_jobs_file
 from ..process import here
 from ..report import DONE, Report, without_tensors
 from ..survival import ENOUGH, grade, judged, worst

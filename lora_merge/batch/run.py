@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..addresses import downloads_in
-from ..boundary import CallersFailure, public
+from ..boundary import CallersFailure, public, worded
 from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
@@ -292,7 +292,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
             watched(progress, jobs=len(batch.planned)) as watcher,
             closing(batch.run(fail_fast=fail_fast, progress=watcher)) as reports,
         ):
-            for report in reports:
+            for report in map(worded, reports):
                 ended.append(report)
                 if progress is True:
                     watcher(ENDED)

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError
-from ..files.yaml_source import Place
+from ..files.yaml_source import FIRST_FILE, Place
 from ..job import MOST_ADAPTERS
 from ..options import alike
 from ..paths import split_strength
@@ -84,12 +84,9 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         what = "a mergekit configuration, which merges checkpoints, not a jobs file"
         return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
-    fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` prints what is allowed"
-    if name == DATA:
-        fields_of_job = "print(*lora_merge.typed_options.JobTable.__annotations__)"
-        fix = f"correct {'them' if count > 1 else 'it'}; {fields_of_job} lists the fields"
+    fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` lists the fields"
     if not isinstance(value, Mapping):
-        fix = "`lora-merge batch --init OTHER.yaml` writes a first one"
+        fix = FIRST_FILE
     elif "jobs" not in fields and JobEntry.model_fields.keys() & fields:
         fix = f"the fields of a job belong below jobs: {SHAPE}"
     elif count == 1 and (head := lines[0].rpartition("; "))[2].startswith(

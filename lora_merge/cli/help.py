@@ -21,6 +21,7 @@ from ..errors import MergeError, UsageError
 from ..options import OPTIONS
 from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
+from ..text import plural
 from .corrected_line import flags, in_places, line, split_words
 from .foreign_options import alike, right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
@@ -213,11 +214,22 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}; {see}"
         return UsageError(f"there is no command {unknown[1]!r}", typed(), fix).instead(unknown[1], *near)
     known = context.command if context is not None else commands.get(command)
+    if no_command := re.match("No such command '(.*?)'", text):
+        near = get_close_matches(no_command[1], getattr(known, "commands", ()), 1)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(getattr(known, 'commands', ()))}; {see}"
+        return UsageError(f"there is no command {no_command[1]!r}", typed(), fix).instead(no_command[1], *near)
     if text.startswith("Missing option") and (model := _model_as_adapter(known)):
         return model
     fix = f"{_own_line(error, text, command, known)}{see}"
-    text = re.sub(r"^Got unexpected extra argument\(?(s?)\)? \((.*)\)", r"unexpected extra argument: \2", text)
-    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), fix)
+    extra = _extra(text)
+    what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
+    return UsageError(what.rstrip("."), typed(), fix)
+
+
+def _extra(text: str) -> list[str]:
+    """Return the words for which a command has no place, from the text of click."""
+    words = re.fullmatch(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)\.?", text)
+    return words[1].split(" ") if words else []
 
 
 def _model_as_adapter(command: Any) -> MergeError | None:
@@ -256,11 +268,9 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
             names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
             right = [*called, *plain, *names, *options]
             return f"write {line(in_places(right, flags(known.params)) or right)}; "
-        if extra := re.fullmatch(
-            r"Got unexpected extra arguments? \((.*)\)\.?", text.replace("argument(s)", "argument")
-        ):
-            files = plain[: len(plain) - len(extra[1].split(" "))]
-            if plain[len(files) :] == extra[1].split(" "):
+        if extra := _extra(text):
+            files = plain[: len(plain) - len(extra)]
+            if plain[len(files) :] == extra:
                 return f"leave the rest out: {line([*called, *files, *options])}; "
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
 

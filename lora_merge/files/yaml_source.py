@@ -94,6 +94,9 @@ def _advice(text: str, mark: Any, problem: str) -> str:
     return "check indentation, colons and quotes there"
 
 
+FIRST_FILE: Final = "a first one: `lora-merge batch --init OTHER.yaml`"
+"""The fix for a jobs file without jobs."""
+
 _INDENT: Final = re.compile(r"\s*(?:- +)*")
 """What is before the first field of a line, the dashes of lists included."""
 
@@ -112,7 +115,7 @@ def parse(text: str, name: str) -> Document:
         problem = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise UsageError(f"not valid YAML: {problem}", f"{name}{line}", _advice(text, mark, problem)) from e
     if root is None:
-        raise UsageError("the jobs file is empty", name, "`lora-merge batch --init OTHER.yaml` writes a first one")
+        raise UsageError("the jobs file is empty", name, FIRST_FILE)
     values = _Values(name)
     return Document(values.of(root), root, tuple(values.mistakes))
 

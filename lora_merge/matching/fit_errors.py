@@ -28,7 +28,7 @@ from ..models.network import Component
 from ..models.part_factors import or_strength_zero
 from ..models.prefixes import innermost
 from ..options import Unmatched
-from ..text import NUMBER, Note, by_pattern, counted, listed, plural
+from ..text import NUMBER, Note, by_pattern, counted, listed, plural, with_article
 from .patch import Match, Patch
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -110,7 +110,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     title = names.what
     by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights(), title)
     strange = _of_no_model(modules, names, title) if unmatched and not known and title != names.architecture else None
-    if why := by_shapes or _stated_other(adapter, known, title) or strange:
+    if why := _outer_level(names) or by_shapes or _stated_other(adapter, known, title) or strange:
         return why
     if other := _for_pictures(names, unmatched, shapes):
         return _for_another("model", other, names.architecture)
@@ -124,6 +124,14 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     return _likely_reason(
         names, part, {m: shapes.get(m, ()) for m in unmatched if names.network_of(m) == part.label}, {}
     )
+
+
+def _outer_level(names: Names) -> Misfit | None:
+    """Return the misfit of a base whose names are those of a known model but for their common beginning; else None."""
+    if not (level := names.outer_level):
+        return None
+    advice = f"leave that out of each name: name.removeprefix({level!r})"
+    return Misfit("name", f"all names of the base begin with {level!r}", advice, base=names.what)
 
 
 def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
@@ -251,8 +259,7 @@ def kind_of_model(model: str) -> str:
         return model
     if model in ("", UNKNOWN_TITLE):
         return "a model unknown to lora-merge"
-    article = "an" if model[0] in "aeiou" else "a"
-    return f"{article} {model}" if model[0].islower() or COMPONENT.search(model) else model
+    return with_article(model) if model[0].islower() or COMPONENT.search(model) else model
 
 
 COMPONENT: Final = re.compile("encoder|VAE")

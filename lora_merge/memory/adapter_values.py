@@ -15,6 +15,7 @@ from ..adapter_options import KEEP
 from ..adapters_out.change import Evaluator, cache_of
 from ..adapters_out.delta import combine as combined
 from ..adapters_out.delta import spectrum
+from ..adapters_out.dialects import stated_dialect
 from ..adapters_out.factors import decomposing
 from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
@@ -122,6 +123,7 @@ class Changes(Opened):
             MergeError: As for `combine` and `convert`.
         """
         adapters = [(adapter.path, strength) for adapter, strength in self.terms]
+        stated_dialect(format, "--format")
         command, form = "combine", dict[str, Any](rank=rank, format=format)
         if format != KEEP and len(adapters) == 1:
             command, form = "convert", {"rank": None if rank == EXACT else rank, "to": format}

@@ -46,6 +46,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands, wrong_adapter
 from ..models.blocks import groups
 from ..models.names import names
+from ..option_texts import in_python
 from ..options import a_list
 from ..planning.changes import Matched, check_stored, match
 from ..planning.downloads import downloaded_paths
@@ -169,8 +170,6 @@ def prepare(
     `live`: the tensors of the base. `called`: the public function, for errors. A base without a configuration is a
     state dict: its values show if its head is tied.
     """
-    if wrong := sorted(options.keys() & {"base", "output"}):
-        raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
     keep = isinstance(asked := options.get("device"), str) and asked == KEEP_DEVICE
     if keep:
         options = {**options, "device": _device(live.values())}
@@ -196,7 +195,7 @@ def warn_of(facts: MergeFacts) -> None:
     """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in facts.lost:
-        warnings.warn(one_line(text), stacklevel=5)
+        warnings.warn(one_line(in_python(text)), stacklevel=5)
     if saturated := facts.saturated:
         were = plural(sum(saturated.values()), "number was", "numbers were")
         names = listed([f"{n} of {name}" for name, n in saturated.most_common()])
@@ -294,7 +293,8 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
     for number, item in enumerate(summands(items)):
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
-        if number_of(strength) is not None:
+        known = isinstance(source, str | PathLike | Adapter | Mapping | LoadedAdapter)
+        if not known or number_of(strength) is not None:
             raise wrong_adapter(item)
         if isinstance(source, Mapping):
             files.append(group(index_of(f"adapter {number}", source)))

@@ -32,7 +32,7 @@ from ..files.checkpoint import Index
 from ..files.formats.unread import OF_OTHERS
 from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
-from ..text import Shown, listed, plural
+from ..text import Shown, listed, plural, with_article
 from ..typed_options import PythonOptions
 from .merge import KEEP_DEVICE, MemoryAdapters, prepare, warn_of
 from .state_index import codes, index_of, repeats, shared
@@ -107,7 +107,9 @@ def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     tensors = _all(module)
     for name, tensor in tensors.items():
         if not _is_plain(tensor) or codes(tensor):
-            raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
+            raise InputError(
+                f"{with_article(type(tensor).__name__)} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL
+            )
     if any(tensor.dtype in FP8_DTYPES for tensor in tensors.values()):
         _expect_no_scales(module, where)
     return tensors

@@ -23,6 +23,7 @@ from ..files.pickles import raw_bytes
 from ..models.names import Names
 from ..models.tied_weights import tied
 from ..options import unlike
+from ..text import with_article
 
 ADDRESSED: Final = ("cpu", "cuda", "xpu")
 """Kinds of devices whose pointers are addresses; on others (Metal) a pointer is a handle of its storage."""
@@ -168,16 +169,26 @@ def check_weight(value: object) -> None:
 
 def check_values(value: object, where: str) -> None:
     """Raise InputError unless a value is a tensor whose bytes are its numbers, and these are in memory."""
-    kind = type(value).__name__
-    if not isinstance(value, Tensor) or not _strided(value):
+    kind = with_article(type(value).__name__)
+    if not isinstance(value, Tensor):
+        fix = "leave the entry out"
+        if isinstance(value, Mapping):
+            fix = "give the table in it, if that has the weights"
+        elif hasattr(value, "__array__"):
+            fix = "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"
+        raise InputError(f"{kind} is not a tensor", where, fix)
+    if not _strided(value):
+        if type(value) in (Tensor, Parameter):
+            layout, dtype = (str(name).removeprefix("torch.") for name in (value.layout, value.dtype))
+            kind = f"{with_article(layout)} tensor of {dtype}"
         fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
-        raise InputError(f"a {kind} is not a plain tensor", where, fix)
+        raise InputError(f"{kind} is not a plain tensor", where, fix)
     if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
         fix = "give the values themselves, such as tensor.dequantize(), or merge into the files with `merge`"
-        raise InputError(f"a {kind} is not a plain tensor", where, fix)
+        raise InputError(f"{kind} is not a plain tensor", where, fix)
     if codes(value):
         fix = "give what state_dict() of its module returns, or merge into the files with `merge`"
-        raise InputError(f"a {kind} holds a part of the weight alone", where, fix)
+        raise InputError(f"{kind} holds a part of the weight alone", where, fix)
     if value.is_meta:
         raise InputError("a tensor on the meta device has no values", where, "load the model before merging")
     if value.numel() and not _in_memory(value):

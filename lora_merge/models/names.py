@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
+from os.path import commonprefix
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -54,6 +55,8 @@ TEXT_ENCODER: Final = re.compile(r"te\d?")
 
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
 """End of the name of a model's class: `LlamaForCausalLM` is Llama."""
+
+LONGEST_LEVEL: Final = 100  # letters of what all names of a base may begin with
 
 UNKNOWN_TITLE: Final = "unknown"
 """Title of a base without an architecture file whose configuration names no class."""
@@ -125,6 +128,18 @@ class Names:
         if any(key.startswith(AVERAGES) for key in shapes):
             self.notes = (*self.notes, AVERAGED)
         self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))
+
+    @cached_property
+    def outer_level(self) -> str:
+        """What all names of an unknown base begin with, where they are those of a known model without it; else ""."""
+        keys = [*self.shapes]
+        level = "" if self.known or len(keys) < 2 else commonprefix(keys)  # noqa: RUF071  # of names
+        for dot in (at for at, letter in enumerate(level[:LONGEST_LEVEL]) if letter == "."):
+            inner = {key[dot + 1 :]: shape for key, shape in self.shapes.items()}
+            if components(inner, {}, (), None)[0].architecture is not None:
+                stored = self._stored.get(keys[0], keys[0])
+                return stored[: len(stored) - len(keys[0]) + dot + 1]
+        return ""
 
     @cached_property
     def what(self) -> str:

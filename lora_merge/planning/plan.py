@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from ..adapters.trigger_words import trigger_words
 from ..disk.uploads import sink_of
 from ..dtypes import Shape, StoredTensor, flat, spoken
-from ..facts import Fact, line
+from ..facts import Fact, line, rows_in_python
 from ..files.checkpoint import Index, configuration
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
@@ -174,7 +174,7 @@ class Plan(Shown):
         return f"Plan: {self.job.output.name}"
 
     def _facts(self) -> Iterator[Fact]:
-        return plan_rows(self)
+        return rows_in_python(plan_rows(self))
 
     @property
     def architecture(self) -> str:

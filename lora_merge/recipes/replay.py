@@ -114,7 +114,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
 def refuse_stated(options: Iterable[str]) -> None:
     """Raise UsageError if any options are named, as the recipe of the output states them."""
     if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
-        raise UsageError("options that the recipe states", flags, "leave them out").of_type()
+        raise UsageError("options that the recipe states", flags, "leave them out")
 
 
 def plan_again(

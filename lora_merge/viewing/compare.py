@@ -13,7 +13,7 @@ from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, percent, share_of, table
 from ..files.checkpoint import Index, open_checkpoint
-from ..paths import exists
+from ..paths import exists, typed
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..planning.fitting_files import missing_input
 from ..planning.recipe import KEY, parsed
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = schema("compare")
 
 OF_TWO: Final = "give two adapters, or two models"
-LOOK_AT_FIT: Final = "use `lora-merge inspect BASE ADAPTER`; or give two adapters, or two models"
-"""What to do instead of comparing an adapter with a file of another kind, or with a model."""
+"""What to do instead of comparing an adapter with a file of another kind."""
 
 BY_CHANCE: Final = 0.01
 """Share of common directions from which on a report says that independent changes have some, too."""
@@ -82,7 +81,8 @@ def _of_two_kinds(other: tuple[Path, Index], adapter: Path) -> UsageError:
     what = (
         "an adapter and a model cannot be compared" if is_model else f"an adapter and {lookup.what} cannot be compared"
     )
-    return UsageError(what, f"{adapter} and {path}", LOOK_AT_FIT if is_model else OF_TWO)
+    look = f"use `lora-merge inspect {typed([str(path), str(adapter)])}`; or give two adapters, or two models"
+    return UsageError(what, f"{adapter} and {path}", look if is_model else OF_TWO)
 
 
 def _share_tensors(a: Index, b: Index) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..facts import share_of
 from ..survival import spoken
-from ..text import listed, plural
+from ..text import listed, plural, with_article
 
 SAME_CHANGE: Final = 0.005
 """‖ΔB − ΔA‖ / ‖ΔA‖ of one change that is stored twice: a bf16 number is rounded by at most 1/256 of itself."""
@@ -136,7 +136,7 @@ def _with_article(model: str) -> str:
     """Return "a transformers language model" for a kind of model, the name of a model as it is."""
     if model == "unknown":
         return "an unknown model"
-    return f"a {model}" if model[:1].islower() else model
+    return with_article(model) if model[:1].islower() else model
 
 
 def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:

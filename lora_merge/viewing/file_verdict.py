@@ -16,7 +16,7 @@ from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..files.file_signatures import instead
 from ..models.names import CLASS_ENDS, stated_class
 from ..paths import input_name, typed
-from ..text import listed, plural, size
+from ..text import listed, plural, size, with_article
 
 NETWORK_TITLES: Final = {
     "te": "text encoder",
@@ -96,9 +96,9 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
     parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"] if name not in WHOLE_MODELS)
     model = _base_of(facts)
-    made_for = f", for {model}" if model != "unknown" else ", for an unknown model"
+    made_for = with_article("unknown model" if model == "unknown" else model) if model[:1].islower() else model
     lacking = f" {are}." if (are := incomplete(facts)) else ""
-    return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}.{lacking}"
+    return f"{kinds}{rank}, for {made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}.{lacking}"
 
 
 def incomplete(facts: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from ..files.side_files import base_folder
 from ..job import Adapter, make_job
 from ..matching.fit_errors import explain
 from ..models.names import Names
+from ..paths import typed
 from ..planning.changes import Matched, match
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_paths
@@ -73,9 +74,9 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     }  # fmt: skip
     if ref is not None:
         if of_adapter:
-            raise UsageError(
-                "two adapters are given without a base", str(path), "use `lora-merge compare A B`, or name a base first"
-            )
+            compared = typed([str(path), str(ref.path)])
+            raise UsageError("two adapters are given without a base", str(path),
+                             f"use `lora-merge compare {compared}`, or name a base first")  # fmt: skip
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:
             from .numbers import merge_numbers  # torch

@@ -190,4 +190,4 @@ def test_stated_alpha_without_effect_is_noted(folder: Path, to: str, tmp_path: P
                plan(COMMANDS["combine"].job([folder / "a.safetensors"], out, given["base"],
                                      {"format": to, "alpha": 7, "overwrite": True}))]  # fmt: skip
     for report in reports:
-        assert any("--alpha 7 has no effect" in note for note in report.notes), report
+        assert any("alpha=7 has no effect" in note for note in report.notes), report

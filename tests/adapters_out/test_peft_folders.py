@@ -295,7 +295,7 @@ def test_ranks_that_differ_are_noted_and_a_number_gives_all_layers_one(tmp_path:
     ranks = {len(value) for key, value in load_file(tmp_path / "out" / WEIGHTS).items() if "lora_A" in key}
     if rank == "exact":
         assert ranks == {2, 6} and not all(right)
-        assert any("llama.cpp" in note and "--rank 6" in note for note in report.notes)
+        assert any("llama.cpp" in note and "rank=6" in note for note in report.notes)
     else:
         assert ranks == {6} and all(right)
         assert not any("llama.cpp" in note for note in report.notes)

@@ -225,7 +225,7 @@ def test_output_of_another_recipe_is_refused_or_with_overwrite_redone(models: Pa
     before = output.read_bytes()
     reports = run(jobs)
     assert fates(reports) == ["failed", "failed" if other else "skipped"]
-    assert all(isinstance(r.error, UsageError) and "--overwrite" in r.error.fix for r in reports if not r.ok)
+    assert all(isinstance(r.error, UsageError) and "overwrite=True" in r.error.fix for r in reports if not r.ok)
     assert output.read_bytes() == before
     assert fates(run(jobs, overwrite=True)) == ["merged", "merged" if other else "skipped"]
     assert fates(run(jobs)) == ["skipped"] * 2

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapter_arguments import in_jobs_file
 from lora_merge.batch.jobs_file import BatchJob, load
 from lora_merge.batch.schema import JobsFile, Options
 from lora_merge.batch.templates import NoSuchName, render, render_output
 from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, QUANTISED_DTYPES
 from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
+from lora_merge.option_texts import in_jobs_file
 from tests.kit.adapters import kohya
 from tests.kit.files import save
 from tests.kit.json_schema import fits

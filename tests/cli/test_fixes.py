@@ -16,10 +16,10 @@ import yaml
 
 import lora_merge
 from lora_merge import errors
-from lora_merge.adapter_arguments import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
 from lora_merge.cli.foreign_options import FOREIGN_OPTIONS
 from lora_merge.models.part_factors import or_leave_out
+from lora_merge.option_texts import in_jobs_file, in_python
 from lora_merge.text import CODE, Message, expression
 from tests.kit import gguf_files
 from tests.kit.adapters import kohya
@@ -79,13 +79,12 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
     assert left == {"--head", "--search", "-s"}
 
 
-def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
-    """What is left of options belongs to the command line alone, and to other programs."""
-    left = set[str]()
-    for text in texts - {f"{text}; …" for text in ADVICES}:
-        said = in_python(re.sub(r"`lora-merge [^`]*`", "", text))
-        left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)}
-    assert left == {"--head", "--json", "-s"}
+def test_fixes_and_remarks_in_python_have_keywords_and_calls(hooks: ModuleType, texts: set[str]) -> None:
+    """What is left belongs to the command line alone, and to other programs."""
+    left, names = set[str](), "|".join(commands())
+    for text in (texts | hooks.notes()) - {f"{text}; …" for text in ADVICES}:
+        left |= {*re.findall(rf"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-])|lora-merge (?:{names}))", in_python(text))}
+    assert left == {"--head", "-s", "lora-merge doctor"}  # of the command line alone, and of other programs
 
 
 def test_options_with_values_are_written_as_code(hooks: ModuleType, texts: set[str]) -> None:
@@ -113,7 +112,7 @@ def test_tests_of_the_table_exist() -> None:
 
 
 SCENES: Final[dict[str, str]] = {
-    "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models": "compare BASE A",
+    "use lora-merge inspect …; or give two adapters, or two models": "compare BASE A",
     "choose what both have: --include …": "extract BASE HALF -o x.safetensors",
     "write it with --others diff, or drop it with --others skip": "extract BASE VECTORS --others error -o x.safetensors",
     "drop them with --others skip, or use --format kohya": "extract BASE VECTORS --format diffusers -o x.safetensors",
@@ -125,7 +124,7 @@ SCENES: Final[dict[str, str]] = {
     "write --dtype …, or --on-overflow saturate to cut such values to the largest": "BASE A:1e9 -o x.safetensors",
     "write --compute-dtype …, or lower the strength": "BASE A:1e300 -o x.safetensors",
     "name another: lora-merge batch --init OTHER.yaml": "batch --init JOBS.yaml",
-    "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
+    "correct it; lora-merge schema jobs lists the fields": "batch WRONG.yaml",
     "write -s …": "BASE A -s 80%",
     "write --weights …": "average A A --weights 0.7 -o x.safetensors",
     "write --t 0.5; 0 is the first adapter, 1 the second": "combine A B --method slerp --rank 4 -o x.safetensors",

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.adapter_arguments import in_python
 from lora_merge.cli import main as program
 from lora_merge.cli.compat import FOREIGN_COMMANDS
 from lora_merge.cli.foreign_options import FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
+from lora_merge.option_texts import in_python
 from lora_merge.planning import fitting_files
 from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
@@ -580,8 +580,11 @@ def test_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) -> No
 
 
 @pytest.mark.parametrize(("adapters", "options", "right"), [
-    (["lora", 0.5], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
-    ([(0.5, "lora")], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
+    (["lora", 0.5], {}, 'write ("lora", 0.5)'), ([(0.5, "lora")], {}, 'write ("lora", 0.5)'),
+    ((0.5, "lora"), {}, 'write ("lora", 0.5)'), ([5], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
+    ("lora", {"strength_for": ["te=0", "unet=0.5"]}, 'write strength_for={"te": 0, "unet": 0.5}'),
+    ("lora", {"strength_for": [{"te": 0}]}, 'write strength_for={"te": 0}'),
+    ("lora", {"setting": {"lora_alpa": 4}}, "did you mean lora_alpha?"),
     ("lora", {"strength_for": "te=0"}, 'write strength_for={"te": 0}'),
     ("lora", {"precision": "fp16"}, "did you mean dtype?"), ("lora", {"out": "x"}, "did you mean output?"),
     ("lora", {"weights": [1]}, "did you mean strengths?"),
@@ -630,10 +633,16 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
     ("--keep-precision is for a --dtype that quantises", "keep_precision is for a dtype that quantises"),
     ("give the base model of the training: `--base MODEL`", "give the base model of the training: base=MODEL"),
     ("--strength must be a list", "strength must be a list"), ("use --no-verify", "use verify=False"),
-    ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "`lora-merge extract BASE TUNED --rank 8`; or rank=8"),
+    ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "extract(BASE, TUNED, rank=8); or rank=8"),
+    ("the exact sum has rank 9; --rank energy:0.999 keeps more", 'the exact sum has rank 9; rank="energy:0.999" keeps more'),
+    ("of --dtype that quantises, --format peft or --format if", 'of dtype that quantises, format="peft" or format if'),
+    ("`lora-merge base.safetensors A:0.5 B --dtype bf16`", 'merge("base.safetensors", [(A, 0.5), B], dtype="bf16")'),
+    ("`lora-merge combine A B -o 'a b'`, lora-merge verify", 'combine([A, B], output="a b"), verify()'),
+    ("`--strength-for IN99`", 'strength_for="IN99"'), ("write a strength: ADAPTER:0.8.", "write a strength: (ADAPTER, 0.8)."),
+    ("`lora-merge parts BASE` lists all", 'inspect(BASE)["blocks"] lists all'),
 ])  # fmt: skip
 def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> None:
-    """Commands stay as they are typed."""
+    """Also in sentences without backticks, where a value is a word that the option's row takes; commands are calls."""
     assert in_python(text) == right
 
 

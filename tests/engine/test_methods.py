@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.batch.schema import Options
+from lora_merge.boundary import worded
 from lora_merge.engine import row_blocks
 from lora_merge.engine.fold import FOLD_RULES
 from lora_merge.engine.merge import run
@@ -355,8 +356,8 @@ def test_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
         options = {"method": method, "unmatched": "skip", "strength_for": parts, "overwrite": True}
         plan = lora_merge.plan(base, words[1:], tmp_path / "o.safetensors", **options)
         report = lora_merge.merge(base, words[1:], tmp_path / "o.safetensors", **options)
-        assert coverage(plan) == report.coverage
-        told = [note for one in report.coverage.values() for note in one["notes"] if "--method" in note]
+        assert worded(coverage(plan)) == report.coverage
+        told = [note for one in report.coverage.values() for note in one["notes"] if "method=" in note]
         assert len(told) == (method == "sum" and factor == "1")
         assert not told or (FUSED in told[0] and "elsewhere" not in told[0] and "0.safetensors" in told[0])
         assert all(len(one["skipped"]) == 1 for one in report.coverage.values())

@@ -40,7 +40,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base + lora-leave it out]",
     "lora-merge BASE ADAPTER:0.8; …":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[merge-2-no base and no adapter is named-lora-merge BASE ADAPTER:0.8]",
-    "lora-merge batch --init OTHER.yaml writes a first one":
+    "a first one: lora-merge batch --init OTHER.yaml":
         "tests/cli/test_habits.py::test_jobs_file_in_the_place_of_a_base_is_for_batch",
     "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch-2-no jobs file was given---init writes a first one]",
@@ -125,11 +125,11 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "unset it, or name a cluster of yours: --ray-address",
     ),
     "it is a look at what else there is, or a report": (
-        "correct them; lora-merge schema jobs prints what is allowed",
+        "correct them; lora-merge schema jobs lists the fields",
         "read the weights too: --weights",
         "only outputs of lora-merge carry a recipe; …",
         "report this with lora-merge doctor's text",
-        "use lora-merge compare A B, or name a base first",
+        "use lora-merge compare …, or name a base first",
     ),
     "it goes in the place of the option that is refused": (
         "give it as --rank",

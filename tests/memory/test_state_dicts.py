@@ -17,7 +17,9 @@ import lora_merge
 from lora_merge.errors import InputError
 from lora_merge.memory.state_index import repeats, shared
 from tests.files.quantised_forms import FORMS
+from tests.kit.adapters import kohya
 from tests.kit.files import load, save
+from tests.kit.models import sd1
 from tests.kit.pairs import examples
 from tests.kit.quantised import NAMES, adapter, base, same
 
@@ -36,6 +38,28 @@ def test_state_dict_of_codes_is_merged_as_its_file(name: str, dtype: str, tmp_pa
     wanted, made = load(tmp_path / "out.safetensors"), lora_merge.merge_state_dict(tensors, lora, dtype=dtype)
     assert made.keys() == wanted.keys()
     assert all(same(made[key], tensor) for key, tensor in wanted.items())
+
+
+def test_names_with_one_more_level_are_answered_with_the_level() -> None:
+    """The base is what is unknown then, not the text encoder what is missing."""
+    tensors = sd1()
+    adapter = kohya(tensors)
+    for level in ("model.", "module.net."):
+        with pytest.raises(lora_merge.MergeError) as e:
+            lora_merge.merge_state_dict({f"{level}{name}": value for name, value in tensors.items()}, adapter)
+        assert e.value.what.endswith(f"all names of the base begin with {level!r}")
+        assert e.value.fix == f"leave that out of each name: name.removeprefix({level!r})"
+
+
+@pytest.mark.parametrize(("value", "what", "fix"), [
+    (torch.ones(2).numpy(), "an ndarray is not a tensor", "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"),
+    (5, "an int is not a tensor", "leave the entry out"),
+    ({"a.weight": torch.ones(2)}, "a dict is not a tensor", "give the table in it, if that has the weights"),
+])  # fmt: skip
+def test_entries_that_are_no_tensors_are_refused(value: object, what: str, fix: str) -> None:
+    with pytest.raises(InputError) as e:
+        lora_merge.merge_state_dict({"a.weight": torch.ones(8, 4), "b": value}, {"a.diff": torch.ones(8, 4)})  # type: ignore[dict-item]
+    assert (e.value.what, e.value.fix) == (what, fix)
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "keep"}, {"dtype": "bf16"}])

@@ -71,5 +71,5 @@ def test_change_below_the_digits_of_the_sum_asks_for_more_of_them(tmp_path: Path
     lora(tmp_path / "a.safetensors", NAMES, 1e-9, 1)
     given = (tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors")
     (told,) = lora_merge.merge(*given).verified["warnings"]
-    assert "lost in the rounding to fp32, which is " in told and told.endswith("compute with --compute-dtype fp64")
+    assert "lost in the rounding to fp32, which is " in told and told.endswith('compute with compute_dtype="fp64"')
     assert not lora_merge.merge(*given, compute_dtype="fp64", overwrite=True).verified["warnings"]

@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 
 import lora_merge
 from lora_merge.errors import InputError, ShapeMismatch, UsageError
+from lora_merge.paths import typed
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.compare_models import COMPARED_NUMBERS
 from lora_merge.viewing.compare_verdict import adapter_verdict, signed
@@ -180,7 +181,7 @@ def test_dialects_are_compared_with_each_other(scene: Scene, tmp_path: Path) -> 
 def test_adapter_is_not_compared_with_a_model(scene: Scene, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a model cannot be compared") as e:
         compare(scene.base, scene.ink)
-    assert "lora-merge inspect BASE ADAPTER" in e.value.fix
+    assert f"lora-merge inspect {typed([str(scene.base), str(scene.ink)])}" in e.value.fix
     embedding = save({"emb_params": rand(4, 768)}, tmp_path / "e.safetensors")
     for pair in ((scene.ink, embedding), (embedding, scene.ink)):
         with pytest.raises(UsageError, match=r"an adapter and an embedding .* cannot be compared") as e:

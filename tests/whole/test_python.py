@@ -388,6 +388,25 @@ SLIPS = [
     ("merge_state_dict(STATE)", 'write adapters=["style.safetensors"]'),
     ("merge_state_dict(STATE, NET)", "for a model in memory use merge_into(), or give its state_dict() to merge_state_dict()"),
     ("merge_state_dict(STATE, [('ink.safetensors', '0.5')])", 'write ("ink.safetensors", 0.5)'),
+    ("merge(None, 'ink', 'out')", "give a path"),
+    ("merge('base', [(0.5, 'ink.safetensors')], 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', ['ink.safetensors', 0.5], 'out')", 'write ("ink.safetensors", 0.5)'),
+    ("merge('base', 'ink', 'out', strength_for=['re:a=0.5'])", 'write strength_for={"re:a": 0.5}'),
+    ("merge('base', 'ink', 'out', strength_for=[{'re:a': 0.5}])", 'write strength_for={"re:a": 0.5}'),
+    ("merge('base', 'ink', 'out', json=True)",
+     "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"),
+    ("merge_state_dict(STATE, 'ink', output='out')", "for files use merge()"),
+    ("merge_state_dict(STATE, [(0.5, 'ink.safetensors')])", 'write ("ink.safetensors", 0.5)'),
+    ("average(['ink', 'oil'], 'out', ema=2)", "use a number from 0 to less than 1"),
+    ("verify('m', search='more')", 'write search=["more"]'),
+    ("verify('m', adapters=['ink'])", "name the base and all adapters"),
+    ("merge('base', 'ink.safetensors, oil.safetensors', 'out')", 'write ["ink.safetensors", "oil.safetensors"]'),
+    ("merge('base', 'ink', 'out', map=5)", "give a path"),
+    ("merge('base', 'ink', 'out', strength_for={'IN99': 0.5})",
+     'this base has model, and the blocks BASE; inspect(BASE)["blocks"] lists all'),
+    ("average(['ink', 'oil'], 'out', weights=['a', 'b'])", "give a list of numbers"),
+    ("resize('ink', rank=None)", "write rank=16"),
+    ("run_batch(None)", "give a path, or a list of jobs"),
     ("merge_into(NET)", 'write adapters=["style.safetensors"]'),
     ("run_batch()", 'write path="jobs.yaml"'),
     ("run_batch([JOB], 2)", "write workers=2"),
@@ -414,6 +433,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("m", "merged"):
         lora_merge.merge(folder / "base", folder / ("ink" if name == "m" else "style"), folder / f"{name}.safetensors")
     (folder / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [JOB]}))
+    (folder / "more").mkdir()
     return folder
 
 
@@ -423,6 +443,51 @@ def answered(call: str) -> UsageError:
         eval(call, {**vars(lora_merge), "STATE": STATE, "NET": NET, "JOB": JOB, "adapter": None}, Names())
     assert "--" not in str(failed.value) and "lora-merge " not in str(failed.value), failed.value
     return failed.value
+
+
+def test_commands_in_errors_are_calls(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the files of the call."""
+    monkeypatch.chdir(tiny)
+    base, ink, oil = (json.dumps(str(tiny / f"{name}.safetensors")) for name in ("base", "ink", "oil"))
+    calls = {
+        "compare('base', 'ink')": f"use inspect({base}, {ink}); or give two adapters, or two models",
+        "inspect('ink', 'oil')": f"use compare({ink}, {oil}), or name a base first",
+    }
+    for call, fix in calls.items():
+        assert answered(call).fix == fix
+        assert eval(re.findall(r"use (.*?\))[;,] ", fix)[0], {}, Names())["schema"]
+
+
+def test_results_are_in_the_words_of_python(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports, facts, and the reports that a batch passes on: notes, errors, and how they show themselves."""
+    monkeypatch.chdir(tiny)
+    fading = {
+        "base": "base",
+        "adapters": ["ink.safetensors:1e-4"],
+        "output": str(tmp_path / "b"),
+        "dtype": "fp8_e4m3fn",
+    }
+    passed_on = list[lora_merge.JobReport]()
+    failing = {**fading, "output": str(tmp_path / "c"), "strength_for": {"te": 0.5}}
+    batch = lora_merge.run_batch([fading, failing], on_report=passed_on.append)
+    assert passed_on == batch and {job.status for job in batch} == {"merged", "failed"}
+    reports: list[Any] = [
+        lora_merge.merge("base", ("ink", 1e-4), tmp_path / "a", dtype="fp8_e4m3fn", verify=False),
+        *(job.report for job in batch if job.report), *(job.error for job in batch if job.error),
+    ]  # fmt: skip
+    for report in reports[:2]:
+        notes = (*report.notes, *(report.verified or {}).get("warnings", ()))
+        assert any('write dtype="fp32"' in note for note in notes)
+    assert "(verify=False)" in repr(reports[0]) and 'inspect(BASE)["blocks"]' not in repr(reports[0])
+    facts = lora_merge.inspect("base", "ink")
+    for shown in (
+        *map(str, reports),
+        *map(repr, reports),
+        *(report._repr_html_() for report in reports),
+        facts.text,
+        facts._repr_html_(),
+    ):
+        assert not re.search(r"(?<![\w-])--[a-z]|lora-merge [a-z]", shown), shown
 
 
 class Names(dict[str, Any]):
