@@ -209,6 +209,8 @@ class Algorithm:
     """The slots that follow from the base where a file lacks them."""
     parameter: str = "weight"
     """The parameter of the module that the tensors change, where their keys do not name it."""
+    stores: Literal["", "factors", "change"] = ""
+    """What `delta` does not compute but finds in the slots: two factors up to the scale, or ΔW."""
     layout: Layout = "out_in"
     """The weight that the tensors are factors of: `out_in` [out, in]; `in_out` the layer computes x A B, so that A is
     [in, r] and ΔW is the transpose of A B; `table` an embedding [vocabulary, dim], which is never transposed; `stored`
@@ -378,11 +380,6 @@ def shape_of_pair(shapes: Shapes) -> Shape | None:
     if len(up) < 2 or len(down) < 2:
         return None
     return (up[0], *down[1:]) if mid is None else (up[0], down[1], *mid[2:])
-
-
-def shape_of_slot(slot: str) -> Callable[[Shapes], Shape | None]:
-    """Return the rule that a slot has the shape of the weight."""
-    return lambda shapes: shapes[slot]
 
 
 def expect(*, holds: bool, otherwise: str) -> None:

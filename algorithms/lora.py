@@ -101,5 +101,5 @@ def _columns(t: LoraTensors) -> Tensor:
 LORA = of_factors(
     "lora", LoraTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate, weight_shape=shape_of_pair,
-    bypass=Bypass(no_magnitude=True, groups="off"), scale_words=frozenset({"dylora", "split_qkv"}),
+    stores="factors", bypass=Bypass(no_magnitude=True, groups="off"), scale_words=frozenset({"dylora", "split_qkv"}),
 )  # fmt: skip

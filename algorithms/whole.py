@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs, shape_of_slot
+from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ def full_rank_scalars(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
 
 FULL = Algorithm(
     "full", FullTensors, fitted_shapes, delta, "LyCORIS", row_axes={"diff": 0}, accumulate=accumulate,
-    layout="stored", weight_shape=shape_of_slot("diff"),
+    stores="change", layout="stored", weight_shape=lambda shapes: shapes["diff"],
 )  # fmt: skip
 SET = Algorithm(
     "set", FullTensors, fitted_shapes, set_delta, "PEFT", row_axes={"diff": 0}, reads_base=True,
@@ -88,5 +88,5 @@ SET = Algorithm(
 FULL_RANK = Algorithm(
     "full_rank", FullRankTensors, fitted_shapes, full_rank_delta, "ai-toolkit",
     scalars_from=full_rank_scalars, row_axes={"down": 0},
-    in_peft="never",
+    stores="change", in_peft="never",
 )  # fmt: skip

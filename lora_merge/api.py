@@ -32,6 +32,7 @@ from .typed_options import (
     CombineOptions,
     PythonOptions,
     ResizeOptions,
+    UnmergeOptions,
     VerifyOptions,
 )
 
@@ -166,7 +167,7 @@ def plan(
 @public
 def unmerge(
     merged: str | Path, adapters: Adapters = (), output: str | Path | None = None, *,
-    search: Sequence[str | Path] = (), progress: bool | Progress = False, **options: Unpack[PythonOptions],
+    search: Sequence[str | Path] = (), progress: bool | Progress = False, **options: Unpack[UnmergeOptions],
 ) -> Report:  # fmt: skip
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 

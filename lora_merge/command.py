@@ -1,16 +1,18 @@
 """A row of the table of commands that write (recipes/commands.py), and what one run of a command is asked for.
 
-The class is below all rooms, as a job holds its row: what differs between commands is a field or a function of the row.
+The class is below all rooms, as a job holds its row: what differs between commands is a field or a method of the row.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from .options import Option
+from .progress import Progress
 
 MERGE: Final = "merge"
 """The command that is meant where none is named."""
@@ -28,9 +30,9 @@ if a layer needs it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Command:
-    """A command that writes a checkpoint or an adapter. Its functions import what they need when they are called: rows
-    are read for `--help` too."""
+class Command(ABC):
+    """A command that writes a checkpoint or an adapter. Its methods import what they need when they are called: rows
+    are read for `--help` too. Subclasses say of which type their jobs, plans and reports are."""
 
     name: str
     done: str  # of its report: "combined"
@@ -38,17 +40,7 @@ class Command:
     needs: tuple[str, ...]
     """What a job cannot do without: `adapters`, `base`."""
     options: Rows  # with the defaults that they have here; None: no rule, or a value that depends on the inputs
-    make: Callable[[Request, Any], Any]
-    """Request, the checkpoints that are open or None → checked job."""
-    plan: Callable[[Any, Any], Any]
-    """Job, the checkpoints that are open or None → what `run` would do, from headers."""
-    run: Callable[[Any, Any, Any], Any]
-    """Job, progress, the checkpoints that are open or None → the report of the output that it writes."""
-    fetch: Callable[..., Any]
-    """Job, the checkpoints that are open or None, progress, `announce` → the job on inputs of this machine."""
     torch: Torch
-    merges: bool = False
-    """Whether it writes a checkpoint: its jobs can share a read of their base, which may be the output of another."""
     combines: bool = False
     """Whether the changes of all adapters of a weight become one change by a method."""
     cuts: bool = False
@@ -56,6 +48,24 @@ class Command:
     effort: float = 0.25
     """The time for a byte of what is counted, relative to a byte that a merge writes: of the output of a merge, of the
     weights in fp64 of others. Measured with adapters of SDXL in fp16."""
+    merges: ClassVar[bool] = False
+    """Whether it writes a checkpoint: its jobs can share a read of their base, which may be the output of another."""
+
+    @abstractmethod
+    def make(self, request: Request, cache: Any) -> Any:
+        """Return the checked job. `cache`, here and below: the checkpoints that are open, or None."""
+
+    @abstractmethod
+    def plan(self, job: Any, cache: Any) -> Any:
+        """Return what `run` would do, from headers."""
+
+    @abstractmethod
+    def run(self, job: Any, progress: Progress, cache: Any) -> Any:
+        """Write the output; return the report."""
+
+    @abstractmethod
+    def fetch(self, job: Any, cache: Any, progress: Progress, announce: Callable[[str], object] | None = None) -> Any:
+        """Return the job on inputs of this machine. `announce`: shows what is downloaded."""
 
     @property
     def typed(self) -> str:

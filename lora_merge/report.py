@@ -193,7 +193,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
     yield from survival_rows([(name, row["strengths"]) for name, row in report["coverage"].items()],
                              report["survival"], report["method"], each=True)  # fmt: skip
     if report["verified"] is not None:
-        yield from proof_rows({**report["verified"], "numbers": report["numbers"], "counted": True}, verbose=True)
+        yield from proof_rows({**report["verified"], "numbers": report["numbers"], "counted": True})
     else:
         yield NOT_VERIFIED
         if report["numbers"]:
@@ -324,7 +324,7 @@ def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     yield from (line("warning", warning) for warning in proof["warnings"])
 
 
-def proof_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
+def proof_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what the proof of a merge found. With `counted` the numbers are those of the whole merge."""
     yield line("verified", recomputed(proof))
     if proof["untouched"]["of"]:
@@ -334,9 +334,8 @@ def proof_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[F
         whole = proof["full"] or proof.get("counted", False)
         rows = "" if whole else f", in the {plural(proof['rows'], 'row')} that were read"
         yield line("change", f"{effect(proof['numbers'])}{rows}")
-    if (matching := proof["matching"])["alone"] or verbose:
-        yield line("matching", second_reading(matching))
-    if (account := proof["account"])["unused"] and verbose:
+    yield line("matching", second_reading(proof["matching"]))
+    if (account := proof["account"])["unused"]:
         yield line("unused", unused(account))
     yield from (line("warning", warning) for warning in proof["warnings"])
 
@@ -363,7 +362,7 @@ def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield from survival_rows(adapters, proof["survival"], proof["method"], each=verbose)
         yield from (line("warning", warning) for warning in too_large(proof["numbers"]))
         if verbose:
-            yield from proof_rows(proof, verbose=True)
+            yield from proof_rows(proof)
             return
         yield from _cut_rows(proof)
         yield from brief_proof(proof)

@@ -31,11 +31,16 @@ class Reading(TypedDict, total=False):
     metadata: Mapping[str, str] | Sequence[tuple[str, str]]
 
 
-class VerifyOptions(Reading, total=False):
-    """The options of `verify`, for outputs without a recipe."""
+class Sums(Reading, total=False):
+    """The options of every function that adds changes to a base."""
 
     on_overflow: OnOverflow
     rounding: Rounding
+
+
+class VerifyOptions(Sums, total=False):
+    """The options of `verify`, for outputs without a recipe."""
+
     seed: int
     method: MethodName
     density: float | None
@@ -61,8 +66,8 @@ class Writing(Reading, total=False):
     verify: bool
 
 
-class MergeOptions(VerifyOptions, Writing, total=False):
-    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+class CheckpointOptions(Sums, Writing, total=False):
+    """The options of every function that writes a checkpoint."""
 
     keep_precision: Sequence[str]
     tokenizer: str | Path | None
@@ -70,8 +75,18 @@ class MergeOptions(VerifyOptions, Writing, total=False):
     card: bool | None
 
 
+class MergeOptions(VerifyOptions, CheckpointOptions, total=False):
+    """The options of `merge`, `plan` and `merge_state_dict`, with the names of the command line."""
+
+
+class UnmergeOptions(CheckpointOptions, total=False):
+    """The options of `unmerge`, and the name that Python has in addition."""
+
+    strengths: Sequence[float] | None
+
+
 class PythonOptions(MergeOptions, total=False):
-    """These options, and the names that Python has in addition."""
+    """The options of `merge`, and the names that Python has in addition."""
 
     strengths: Sequence[float] | None
 

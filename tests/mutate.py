@@ -54,7 +54,7 @@ AREAS: Final = {
     "proof/peft_initialisation proof/account",
     "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/weight_sizes "
     "matching/missing_tensors matching/patch matching/layer_order matching/split_qkv matching/stored_base",
-    "planning": "planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
+    "planning": "planning/changes planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/folder_files planning/inputs planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
     "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run recipes/resume",
 }
 NAMED: Final = (

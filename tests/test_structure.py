@@ -14,6 +14,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 import lora_merge
+from lora_merge.adapters.peft.methods import PEFT_METHODS
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.merge_methods import METHODS, SUM
 from tests.kit.package import HOSTS, LIBRARIES, PACKAGE, ROOT, nodes, syntax
@@ -178,12 +179,12 @@ def test_algorithms_are_asked_for_by_name_in_tables_alone() -> None:
 
 
 COMPARING = {"adapters_out/dialects.py", "adapters_out/extract/extract_modules.py", "adapters_out/extract/run.py",
-             "adapters_out/form.py", "adapters_out/job.py", "adapters_out/peft/config.py", "viewing/compare_adapters.py"}  # fmt: skip
+             "adapters_out/form.py", "adapters_out/job.py", "adapters_out/peft/config.py"}  # fmt: skip
 """Modules that ask for the form of an adapter that is written, by the name of its row."""
 
 
 def test_facts_of_a_formula_are_fields_of_its_row() -> None:
-    """A row is imported to make a module or a patch of it, not to compare a name with it, or to keep a list of names."""
+    """A row is imported to make a module or a patch of it, not to compare it or its name, or to keep a list of names."""
     places = set()
     for module, path in modules():
         if room(module) == "algorithms":
@@ -197,9 +198,32 @@ def test_facts_of_a_formula_are_fields_of_its_row() -> None:
         asked += [n for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
         names = {n.value.id for a in asked for n in ast.walk(a)
                  if isinstance(n, ast.Attribute) and n.attr == "name" and isinstance(n.value, ast.Name)}  # fmt: skip
+        names |= {
+            n.id
+            for a in asked
+            if isinstance(a, ast.Compare)
+            for n in (a.left, *a.comparators)
+            if isinstance(n, ast.Name)
+        }
         if names & rows:
             places.add(path.relative_to(PACKAGE).as_posix())
-    assert places <= COMPARING
+    assert places == COMPARING
+
+
+def test_facts_of_a_peft_method_are_fields_of_its_row() -> None:
+    """No module compares a value with the name of a method, nor with a constant that is one; the proof has its own tables."""
+    constants = {n.target.id for _, path in modules() for n in syntax(path).body if isinstance(n, ast.AnnAssign)
+                 if isinstance(n.target, ast.Name) and isinstance(n.value, ast.Constant) and n.value.value in PEFT_METHODS}  # fmt: skip
+    asked = {
+        (path.relative_to(PACKAGE).as_posix(), ast.unparse(compared))
+        for _, path in modules()
+        for compared in nodes(path)
+        if isinstance(compared, ast.Compare)
+        for side in (compared.left, *compared.comparators)
+        for n in (side, *getattr(side, "elts", ()))
+        if (isinstance(n, ast.Constant) and n.value in PEFT_METHODS) or (isinstance(n, ast.Name) and n.id in constants)
+    }
+    assert {place for place, _ in asked if not place.startswith("proof/second_reading/")} == set()
 
 
 def test_facts_of_a_merge_method_are_fields_of_its_row() -> None:

@@ -162,7 +162,7 @@ def group(index: Index) -> AdapterFile:
         raise model_in_its_place(index) or InputError(
             "an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16"
         )
-    index = _with_numbers(index)
+    index = index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
     # Each tensor goes to the group of its module and parameter, by the ending of its key.
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []
@@ -207,11 +207,6 @@ def group(index: Index) -> AdapterFile:
     ignored |= dict.fromkeys(inside, "the base's own tensor inside a wrapped layer")
     strange = [info for info in strange if info.name not in inside]
     return AdapterFile(index.path, index, modules, tuple(strange), ignored, index.notes)
-
-
-def _with_numbers(index: Index) -> Index:
-    """Return an adapter with the numbers of quantised factors in GGUF."""
-    return index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
 
 
 def _check_pairs(index: Index, strange: Iterable[StoredTensor]) -> None:

@@ -61,7 +61,7 @@ def _titled(text: str) -> str:
     """Return the title of the known model whose name is in a text as words of its own; the longest name counts."""
     if not text:
         return ""
-    names = {**{_letters(a.title): a.title for a in shipped()}, **OTHER_TITLES}
+    names = {**{re.sub("[^a-z0-9]", "", a.title.lower()): a.title for a in shipped()}, **OTHER_TITLES}
     hits = [name for name in names if _word(name).search(text[:LONGEST].lower())]
     return names[max(hits, key=len)] if hits else ""
 
@@ -70,7 +70,3 @@ def _titled(text: str) -> str:
 def _word(name: str) -> re.Pattern[str]:
     """Return the pattern of a name between other words, with anything but letters and digits inside it."""
     return re.compile(f"(?<![a-z]){'[^a-z0-9]*'.join(name)}(?![a-z])")
-
-
-def _letters(text: str) -> str:
-    return re.sub("[^a-z0-9]", "", text.lower())

@@ -31,11 +31,11 @@ from ..models.inferred_base import (
 from ..models.names import Names
 from ..models.network import Component
 from ..models.weights import whole
-from ..planning.make_plan import Inputs
+from ..planning.inputs import Inputs
 from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import Filled, Place, places
-from .job import GIVE_BASE, WHOLE, AdapterJob
+from .job import FACTORS, GIVE_BASE, WHOLE, AdapterJob
 from .output_file import NORM_ENDINGS, PAIRS
 from .output_names import shape_of
 from .sources import NO_SHAPE, NOWHERE, Sources, check_complete, on_base
@@ -60,7 +60,7 @@ def input_dialect(file: AdapterFile) -> Dialect:
     """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
     rules_of(file)  # refuses what is no change of weights
     kind = file.index.config.get("peft_type")
-    if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCT_ALGORITHMS):
+    if isinstance(kind, str) and kind.lower() in (FACTORS, *PRODUCT_ALGORITHMS):
         return DIALECTS["peft"]
     if kind is not None:
         raise FitError(f"a PEFT folder of {shown(kind)} is kept as it is, with its configuration", str(file.path),

@@ -7,10 +7,9 @@ wᵢ = (1 − βᵢ) ∏_{j>i} βⱼ, w₀ = ∏ βⱼ, and they add up to 1. Po
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from numbers import Real
 from os import PathLike
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Opened, adapter_list, wrong_adapter
-from ..options import a_list, finite, pairs, unlike, values_of
+from ..options import a_list, finite, pairs, unlike
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
@@ -54,35 +53,22 @@ def average_weights(
 
 
 def _stated(weights: Any, count: int) -> list[float]:
-    """Return the stated weights; UsageError, with what was probably meant, unless there is a number for each."""
-    if isinstance(weights, str):
-        values = values_of(weights)
-    elif isinstance(weights, Mapping):
-        values = [*weights.values()]
-    else:
-        values = [weights] if isinstance(weights, Real) else a_list(weights, "--weights", "a list of numbers")
-    numbers = [value if (number := number_of(value)) is None else number for value in values]
-    sound = all(map(is_finite, numbers)) and 0 < len(numbers) <= count
-    right = with_rest([*numbers, *[None] * (count - len(numbers))]) if sound else None
-    if isinstance(weights, str | Mapping | Real) or numbers != values or not all(map(is_finite, numbers)):
-        raise unlike(weights, "--weights", "a list of numbers", right)
-    if not sound or len(numbers) < count:
-        fix = f"write `--weights {typed_weights(right)}`" if right else "give one number for each"
-        raise UsageError(f"{plural(len(numbers), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
-    return [float(number) for number in numbers]
+    """Return the stated weights; UsageError unless there is a number for each snapshot."""
+    values = [weights] if is_finite(weights) else a_list(weights, "--weights", "a list of numbers")
+    if not all(map(is_finite, values)):
+        raise unlike(weights, "--weights", "a list of numbers")
+    if len(values) != count:
+        right = typed_weights([*values, *[None] * (count - len(values))])
+        fix = f"write `--weights {right}`" if 0 < len(values) < count else "give one number for each"
+        raise UsageError(f"{plural(len(values), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
+    return [float(number) for number in values]
 
 
-def with_rest(weights: Sequence[float | None]) -> list[float]:
-    """Return weights for all snapshots, of which some are stated: the others share what is left of 1."""
+def typed_weights(weights: Sequence[float | None]) -> str:
+    """Return weights as they are typed; snapshots without one share what is left of 1."""
     stated = [w for w in weights if w is not None]
-    rest = 1 - sum(stated)
-    each = round(rest / (len(weights) - len(stated)), 6) if rest > 0 and len(weights) > len(stated) else 1.0
-    return [each if w is None else w for w in weights]
-
-
-def typed_weights(weights: Iterable[float]) -> str:
-    """Return weights as they are typed."""
-    return ",".join(f"{w:g}" for w in weights)
+    share = max(1 - sum(stated), 0) / max(len(weights) - len(stated), 1)
+    return ",".join(f"{share if w is None else w:g}" for w in weights)
 
 
 def shares(
@@ -206,7 +192,7 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
     """
     if isinstance(adapters, str | PathLike | Adapter):
         raise unlike(adapters, "adapters", "a list of snapshots")
-    snapshots, stated = [], list[float | None]()
+    snapshots, stated = [], list[Any]()
     for item in adapter_list(adapters):
         text = meant(item) if isinstance(item, str) else None
         path, strength = item if isinstance(item, tuple) else (text.path, text.strength) if text else (item, None)
@@ -214,14 +200,13 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
             strength = item.strength
         elif not isinstance(path, str | PathLike | Opened):
             raise wrong_adapter(item)
-        number = number_of(strength) if isinstance(strength, str) else strength
-        stated.append(None if number == 1 else number)
+        stated.append(number_of(strength) if isinstance(strength, str) else strength)
         snapshots.append(path)
     if is_finite(strengths) or isinstance(strengths, list | tuple):
         stated = [strengths] * len(snapshots) if is_finite(strengths) else [*strengths]
-    if any(w is not None for w in stated):
-        where = "the list of snapshots, which are paths alone"
-        raise UsageError(NO_STRENGTHS, where, f"write `--weights {typed_weights(with_rest(stated))}`")
+    if strengths is not None or any(w not in (None, 1) for w in stated):
+        right = typed_weights([w if is_finite(w) and (w != 1 or strengths is not None) else None for w in stated])
+        raise UsageError(NO_STRENGTHS, "the list of snapshots, which are paths alone", f"write `--weights {right}`")
     return snapshots
 
 

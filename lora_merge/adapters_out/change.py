@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, DoesNotFit
-from ..algorithms.lora import LORA
-from ..algorithms.whole import FULL
 from ..disk.reader import Reader
 from ..dtypes import StoredTensor
 from ..engine.combination import total
@@ -29,7 +27,7 @@ from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .factors import placed, shortest, spread, squares_of
-from .groups import Target, is_plain, rank_of_change
+from .groups import Target, is_stored_pair, rank_of_change
 from .job import GIVE_BASE, AdapterJob
 from .module_tensors import Norms
 from .rounding import squares_of_rows
@@ -118,12 +116,12 @@ class Evaluator:
         patch, piece = use.patch, use.piece
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
         row, of_adapter = ALGORITHMS[patch.algorithm], partial(Change, adapter=patch.adapter, strength=use.strength)
-        if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
+        if row.stores == "change" and not patch.numbers and patch.magnitude is None and not piece.transposed:
             stored = _of_width(self._stored(patch)[cut], width)
             return of_adapter(whole=in_place(stored, piece.start, out, self.at))
         low = row.low_rank
         if low is not None and rank_of_change(patch) is not None:
-            if is_plain(patch) and row is LORA:
+            if is_stored_pair(patch):
                 left, right = self._pair(patch)
             else:
                 stack, base = self._staged(target, use)

@@ -41,7 +41,7 @@ from .factors import (
     without_repeats,
 )
 from .form import Conversion, Form
-from .groups import Filled, PlacePart, Target, is_plain
+from .groups import Filled, PlacePart, Target, is_stored_pair
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, Norms, StoredModule, with_change
 from .output_file import Entry
@@ -276,7 +276,7 @@ def _active(target: Target) -> list[PatchPart]:
 def has_factors(patch: Patch) -> bool:
     """Return whether a change is that of two stored factors."""
     dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down") if slot in patch.module.slots}
-    plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and not patch.reads_base
+    plain = is_stored_pair(patch) and patch.magnitude is None and not patch.reads_base
     return plain and dtypes <= FLOATS
 
 

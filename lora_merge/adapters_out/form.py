@@ -20,7 +20,7 @@ from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from ..text import Note, size
 from .dialects import Dialect
-from .groups import Filled, Place, PlaceChange, Target, is_plain, rank_of_change
+from .groups import Filled, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change
 from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
 from .metadata import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
@@ -202,7 +202,7 @@ def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
         return False
     (share,) = module.shares
     patch = share.patch
-    plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and patch.numbers.get("scale")
+    plain = is_stored_pair(patch) and patch.magnitude is None and patch.numbers.get("scale")
     if not plain or share.strength != 1 or not share.is_all(module.place):
         return False
     dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down")}

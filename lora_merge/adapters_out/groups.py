@@ -108,6 +108,11 @@ def is_plain(patch: Patch) -> bool:
     return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
 
 
+def is_stored_pair(patch: Patch) -> bool:
+    """Return whether a change is the product of the two factors that the file stores, and a scale."""
+    return is_plain(patch) and ALGORITHMS[patch.algorithm].stores == "factors"
+
+
 def rank_of_change(patch: Patch) -> int | None:
     """Return the rank of a change; None for one that is computed as a matrix: as one without factors, or with more
     columns in them than the matrix has rank."""

@@ -64,7 +64,7 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
         if len(twice) != len(set(twice)):
             raise InputError("two modules of one adapter have one name without prefixes",
                              f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
-    known = [(f, _models(f)) for f in files]
+    known = [(f, frozenset(model.title for model in made_for(f.index, _shapes(f))[0])) for f in files]
     (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
     if other := next(((f, titles) for f, titles in others if not titles & its), None):
         raise FitError(
@@ -86,11 +86,6 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
         if number and not styles_of(module.name) & styles[0]:
             raise UsageError("a module that the first adapter lacks has a name in another dialect",
                              f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
-
-
-def _models(file: AdapterFile) -> frozenset[str]:
-    """Return the models that an adapter may be for."""
-    return frozenset(model.title for model in made_for(file.index, _shapes(file))[0])
 
 
 def expect_one_layout(adapters: Sequence[tuple[str, Sequence[InferredParameter]]]) -> None:

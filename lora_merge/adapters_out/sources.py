@@ -36,7 +36,7 @@ from .job import GIVE_BASE, AdapterJob
 from .output_names import body_of, joined, shape_of
 
 if TYPE_CHECKING:
-    from ..planning.make_plan import Inputs
+    from ..planning.inputs import Inputs
 
 NOWHERE: Final = Path("the base that was not given")
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
@@ -71,7 +71,7 @@ def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sour
     opened = opened or CheckpointCache()
     if job.base is None:
         return chosen_of(job, _without_base(job, opened))
-    from ..planning.make_plan import open_inputs
+    from ..planning.inputs import open_inputs
 
     return chosen_of(job, on_base(open_inputs(job.inputs, opened, merged=False)))
 
@@ -144,8 +144,7 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     `stored`: whether the base is a checkpoint whose weights can be read. `every_setting`: whether a setting that no
     formula uses is a mistake.
     """
-    from ..planning.make_plan import match  # not needed without a base
-    from ..planning.plan import weights
+    from ..planning.changes import match, weights  # not needed without a base
     from .output_names import Naming
 
     matched = match(inputs, every_setting=every_setting)

@@ -29,7 +29,7 @@ def jobs_schema() -> Rule:
     fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
     commands = {name: _command(name) for name in COMMANDS}
     needs = (_needs("base", WITH_BASE, MERGE), _needs("adapters", WITH_ADAPTERS, MERGE))
-    job = {"allOf": [_ref("JobEntry"), _ref("Own"), _otherwise("command", _ref(MERGE)), *needs]}
+    job = {"allOf": [_ref("JobEntry"), _ref("Own"), _unnamed(_ref(MERGE)), *needs]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:lora-merge:jobs:1",
         "title": "Jobs of lora-merge batch", "description": "A full file, a list of jobs, or one job.",
@@ -55,9 +55,9 @@ def _has_field(name: str) -> Rule:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
-def _otherwise(name: str, rule: Rule) -> Rule:
-    """Return what holds where a field is not given."""
-    return {"if": _has_field(name), "else": rule}
+def _unnamed(rule: Rule) -> Rule:
+    """Return what holds where no command is given."""
+    return {"if": _has_field("command"), "else": rule}
 
 
 def _is(*commands: str) -> Rule:
@@ -94,5 +94,5 @@ def _with_defaults() -> list[Rule]:
         needs = [
             {"if": defaults(_has_field(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()
         ]
-        conditions.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), *needs]}})
+        conditions.append({"if": unnamed, "then": {"allOf": [jobs(_unnamed(_ref(name))), *needs]}})
     return conditions

@@ -97,6 +97,17 @@ def hash_file(path: Path) -> str:
     return digest
 
 
+def known_hash(path: Path) -> str | None:
+    """Return the SHA-256 of a file if this process has computed it and the file is as it was then; else None."""
+    last, digest = _known.get(path, (None, ""))
+    return digest if last is not None and last == FileState.at(path) else None
+
+
+def hash_once(path: Path) -> str:
+    """Return the SHA-256 of a file, computed unless this process has done so and the file is as it was then."""
+    return known_hash(path) or hash_file(path)
+
+
 class RememberedHashes:
     """The remembered digests. They are read once, when the first is needed."""
 
@@ -106,9 +117,8 @@ class RememberedHashes:
 
     def digest(self, path: Path) -> str | None:
         """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
-        last, digest = _known.get(path, (None, ""))
-        if last is not None and last == FileState.at(path):
-            return digest
+        if known := known_hash(path):
+            return known
         now = state(path)
         if now is None:
             return None

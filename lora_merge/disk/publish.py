@@ -107,7 +107,7 @@ def sibling(target: Path) -> Path:
     """Return a new temporary name next to the target."""
     name = (
         target.name
-        if _fits(target.name)
+        if len(os.fsencode(target.name)) <= NAME_ROOM
         else target.name.encode("utf-8", "replace")[:NAME_ROOM].decode("utf-8", "ignore")
     )
     return target.with_name(f".{name}.{secrets.token_hex(6)}.lora-merge.part")
@@ -116,10 +116,6 @@ def sibling(target: Path) -> Path:
 def named(part: Path, target: Path) -> Callable[[str], str]:
     """Return a function that puts the name of an output in place of its temporary one in a text."""
     return lambda text: text.replace(str(part), str(target)).replace(part.name, target.name)
-
-
-def _fits(name: str) -> bool:
-    return len(os.fsencode(name)) <= NAME_ROOM
 
 
 def moved(fd: int, part: Path) -> Path:

@@ -25,7 +25,6 @@ from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import bare, is_layer, shared_kind
 from ..algorithms import ALGORITHMS
 from ..algorithms.base import LAYER_SLOT
-from ..algorithms.unilora import UNILORA
 from ..dtypes import StoredTensor, flat
 from ..models.module_order import in_order, tables, type_of
 from ..models.weights import WeightView
@@ -42,7 +41,7 @@ def unstored(
     """Return the rules with the offset of each layer's numbers, and the modules including the unnamed ones.
 
     InputError if the layers cannot be determined."""
-    if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
+    if rules.method.names_layers(rules.fields) or modules:
         return rules, modules
     weights = _targets(rules, base)
     why = _doubt(rules, [*weights], config)
@@ -55,7 +54,7 @@ def unstored(
     settings = {
         name: {**common, "start": at, "dtype": weights[name].dtype} for name, at in zip(order, starts, strict=True)
     }
-    named = [Module(name, "weight", {}, {}, (UNILORA.name,)) for name in order]
+    named = [Module(name, "weight", {}, {}, rules.method.algorithms) for name in order]
     return replace(rules, layers=tuple(order), ordered=True, layer_settings=settings), named
 
 
@@ -131,7 +130,7 @@ def related(
 
     `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
     """
-    if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True):
+    if rules.fields.flag("save_projection", default=True):
         return rules
     # The layers whose basis is computed; none if the file stores one.
     formulas = {m.name: formula for m in modules if (formula := _formula_of_relatives(m))}

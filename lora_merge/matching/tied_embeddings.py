@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Final
 
 from ..adapters.modules import Module
-from ..adapters.peft.methods import MLX
 from ..dtypes import Shape, StoredTensor
 from ..errors import FitError, MergeError
 from ..job import Adapter
@@ -117,7 +116,7 @@ class AdapterPair:
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """
         rules = self.context.rules.of(name)
-        if rules.kind == MLX:  # mlx-lm's model has one tensor for both
+        if rules.method.one_table:
             return True
         flag = rules.fields.flag("ensure_weight_tying", default=False)
         return flag and self._has_both and name not in self._unlike

@@ -48,8 +48,10 @@ from ..models.blocks import groups
 from ..models.names import names
 from ..option_texts import in_python
 from ..options import a_list
+from ..planning.changes import Matched, check_stored, match
 from ..planning.downloads import downloaded_paths
-from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
+from ..planning.inputs import Inputs
+from ..planning.make_plan import outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted, watched
 from ..text import listed, number_of, one_line, plural

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,7 @@ from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
 from ..models.fused_weights import together
 from ..models.names import Names
-from ..models.weights import Weight, unstored
+from ..models.weights import Weight
 from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
@@ -273,31 +273,6 @@ class Plan(Shown):
     @property
     def _adapter_files(self) -> tuple[Path, ...]:
         return tuple(p for m in self.adapters for p in m.adapter.index.files)
-
-
-def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
-    """Return key → the weight that changes are added to, in its new size; weights that the base lacks come last.
-
-    An adapter that stores a weight of the base itself replaces the base's.
-    """
-    tensors = {**base.tensors, **{key: info for match in matched for key, info in match.bases.items()}}
-    by_key = {key: Weight(info.shape, info) for key, info in tensors.items()}
-    packed_keys = (key for key in base.packed if tensors[key] is base.tensors[key])
-    by_key.update({key: Weight(tensors[key].shape, tensors[key], base.packed[key]) for key in packed_keys})
-    separated = {key: info.name for match in matched for key, info in match.separated.items()}
-    for match in matched:
-        for key, shape in match.grown.items():
-            if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
-                by_key[key] = Weight(shape, tensors[key])
-        for key, (shape, beside) in match.created.items():
-            by_key[key] = by_key[separated[key]] if key in separated else unstored(key, shape, neighbour(base, beside))
-    return by_key
-
-
-def neighbour(base: Index, beside: str) -> StoredTensor:
-    """Return the tensor whose dtype a new tensor beside it gets; in place of codes it has BF16."""
-    info, packed = base.tensors[beside], base.packed.get(beside)
-    return replace(info, dtype="BF16") if packed is not None and packed.encoding.quantised else info
 
 
 def coverage(plan: Plan) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """The commands that write: one row each. The command line, jobs files, Python, replay, forms and help read it.
 
-Functions of a row import what they need when they are called: the rows are read for `--help` too.
+Methods of a row import what they need when they are called: the rows are read for `--help` too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..command import MERGE, Command, Request, Rows
@@ -76,79 +76,119 @@ def _options(
     return MappingProxyType({name: row(name) for name in (*names, *_SHARED)})
 
 
-# Merging, and taking a merge back.
+class MergeCommand(Command):
+    """A command that merges."""
 
+    merges = True
 
-def _merge_job(request: Request, _: CheckpointCache | None) -> Job:
-    from ..job import make_job
+    def make(self, request: Request, cache: CheckpointCache | None) -> Job:
+        """Return the checked job."""
+        from ..job import make_job
 
-    return make_job(request.base or "", request.adapters, request.output, **request.options)
+        return make_job(request.base or "", request.adapters, request.output, **request.options)
 
-
-def _unmerge_job(request: Request, _: CheckpointCache | None) -> Job:
-    from .unmerge import unmerge_job
-
-    return unmerge_job(Path(request.base or ""), request.adapters, request.output, **request.options)
-
-
-def _plan_merge(job: Job, cache: CheckpointCache) -> Plan:
-    from ..planning.make_plan import plan_job
-
-    return plan_job(job, cache)
-
-
-def _plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
-    from .unmerge import plan_unmerge
-
-    return plan_unmerge(job, cache)
-
-
-def _merging(make: Callable[[Request, Any], Job], planned: Callable[[Job, CheckpointCache], Plan]) -> dict[str, Any]:
-    """Return the functions of a command that merges. `planned`: job, open checkpoints → plan."""
-
-    def plan(job: Job, cache: CheckpointCache | None = None) -> Plan:
+    def plan(self, job: Job, cache: CheckpointCache | None) -> Plan:
+        """Return the plan."""
         from ..planning.checkpoint_cache import CheckpointCache
+        from ..planning.make_plan import plan_job
 
-        return planned(job, cache or CheckpointCache())
+        return plan_job(job, cache or CheckpointCache())
 
-    def run(job: Job, progress: Progress, cache: CheckpointCache | None = None) -> Report:
+    def run(self, job: Job, progress: Progress, cache: CheckpointCache | None) -> Report:
+        """Write the checkpoint; return the report."""
         from ..engine.admission import admit
         from ..engine.merge import run
 
-        return run(admit(plan(job, cache)), progress)
+        return run(admit(self.plan(job, cache)), progress)
 
     def fetch(
-        job: Job, _: CheckpointCache | None, progress: Progress, announce: Announce | None = None
-    ) -> Job:  # fmt: skip
+        self, job: Job, cache: CheckpointCache | None, progress: Progress, announce: Announce | None = None
+    ) -> Job:
+        """Return the job on inputs of this machine."""
         from ..engine.admission import downloaded
 
         return downloaded(job, progress, announce)
 
-    return {"make": make, "plan": plan, "run": run, "fetch": fetch, "merges": True}
+
+class UnmergeCommand(MergeCommand):
+    """The command that takes a merge back."""
+
+    def make(self, request: Request, cache: CheckpointCache | None) -> Job:
+        """Return the checked job, which merges at the opposite strengths."""
+        from .unmerge import unmerge_job
+
+        return unmerge_job(Path(request.base or ""), request.adapters, request.output, **request.options)
+
+    def plan(self, job: Job, cache: CheckpointCache | None) -> Plan:
+        """Return the plan, with a note that says what is not restored."""
+        from ..planning.checkpoint_cache import CheckpointCache
+        from .unmerge import plan_unmerge
+
+        return plan_unmerge(job, cache or CheckpointCache())
 
 
-# Adapters from adapters, or from two checkpoints.
+class AdapterModule(Protocol):
+    """A module of `adapters_out` that makes, plans and runs the jobs of a command."""
+
+    def make_job(self, request: Request, cache: CheckpointCache | None, /) -> AdapterJob:
+        """Return the checked job."""
+
+    def plan(self, job: AdapterJob, cache: CheckpointCache | None, /) -> AdapterReport:
+        """Return what `run` would do, from headers."""
+
+    def run(self, job: AdapterJob, progress: Progress, cache: CheckpointCache | None, /) -> AdapterReport:
+        """Write the adapter; return the report."""
 
 
-def _combine() -> Any:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AdapterCommand(Command):
+    """A command that writes an adapter."""
+
+    module: Callable[[], AdapterModule]
+    """Imports the module that has its functions."""
+
+    def make(self, request: Request, cache: CheckpointCache | None) -> AdapterJob:
+        """Return the checked job."""
+        return self.module().make_job(request, cache)
+
+    def plan(self, job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
+        """Return what `run` would do, from headers."""
+        return self.module().plan(job, cache)
+
+    def run(self, job: AdapterJob, progress: Progress, cache: CheckpointCache | None) -> AdapterReport:
+        """Write the adapter; return the report."""
+        from ..adapters_out.report import judging
+
+        return judging(job, self.module().run(job, progress, cache))
+
+    def fetch(
+        self, job: AdapterJob, cache: CheckpointCache | None, progress: Progress, announce: Announce | None = None
+    ) -> AdapterJob:
+        """Return the job on inputs of this machine."""
+        from ..adapters_out.job import downloaded
+
+        return downloaded(job, cache, progress, announce)
+
+
+def _combine() -> AdapterModule:
     from ..adapters_out import combine
 
     return combine
 
 
-def _convert() -> Any:
+def _convert() -> AdapterModule:
     from ..adapters_out import convert
 
     return convert
 
 
-def _average() -> Any:
+def _average() -> AdapterModule:
     from ..adapters_out import average
 
     return average
 
 
-def _extract() -> Any:
+def _extract() -> AdapterModule:
     from ..engine.torch_preload import load_library
 
     load_library()
@@ -157,80 +197,51 @@ def _extract() -> Any:
     return run
 
 
-def _writing(module: Callable[[], Any]) -> dict[str, Any]:
-    """Return the functions of a command that writes an adapter. `module`: imports the one that has them."""
-
-    def make(request: Request, cache: CheckpointCache | None) -> AdapterJob:
-        job: AdapterJob = module().make_job(request, cache)
-        return job
-
-    def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
-        planned: AdapterReport = module().plan(job, cache)
-        return planned
-
-    def run(job: AdapterJob, progress: Progress, cache: CheckpointCache | None = None) -> AdapterReport:
-        from ..adapters_out.report import judging
-
-        return judging(job, module().run(job, progress, cache))
-
-    def fetch(
-        job: AdapterJob, cache: CheckpointCache | None, progress: Progress, announce: Announce | None = None
-    ) -> AdapterJob:  # fmt: skip
-        from ..adapters_out.job import downloaded
-
-        return downloaded(job, cache, progress, announce)
-
-    return {"make": make, "plan": plan, "run": run, "fetch": fetch}
-
-
 ADAPTERS, BASE = "adapters", "base"
 """What a job may not be able to do without."""
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
     row.name: row
     for row in (
-        Command(
-            MERGE, "merged", "adapters", (BASE,), OPTIONS, torch="meanwhile", effort=1.0,
-            **_merging(_merge_job, _plan_merge),
-        ),
-        Command(
+        MergeCommand(MERGE, "merged", "adapters", (BASE,), OPTIONS, torch="meanwhile", effort=1.0),
+        UnmergeCommand(
             "unmerge", "unmerged", "adapters", (ADAPTERS, BASE),
             MappingProxyType({n: row for n, row in OPTIONS.items() if n != "method" and n not in PARAMETER_NAMES}),
-            torch="meanwhile", effort=1.0, **_merging(_unmerge_job, _plan_unmerge),
+            torch="meanwhile", effort=1.0,
         ),
-        Command(
+        AdapterCommand(
             "combine", "combined", "adapters", (ADAPTERS,),
             _options("rank", *_METHOD, *_FORM[1:], "format", *_ADAPTERS,
                      rank="exact", algorithm="lora", alpha="rank", format=KEEP,
                      help={"rank": "Set the rank: 32, same, energy:0.99 … [default: exact]"}),
-            torch="rarely", combines=True, **_writing(_combine),
+            torch="rarely", combines=True, module=_combine,
         ),
-        Command(
+        AdapterCommand(
             "resize", "resized", "adapter", (ADAPTERS,),
             _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
                      help={"rank": "Set the rank: 16, energy:0.99, fro:0.9, size:50MiB …"}),
-            torch="meanwhile", combines=True, cuts=True, **_writing(_combine),
+            torch="meanwhile", combines=True, cuts=True, module=_combine,
         ),
-        Command(
+        AdapterCommand(
             "convert", "converted", "adapter", (ADAPTERS,),
             _options("to", *_FORM, *_ADAPTERS, to=KEEP, algorithm=KEEP, alpha=KEEP, recorded=("alpha",),
                      help={"rank": "Bring every module to LoRA at this rank."}),
-            torch="rarely", **_writing(_convert),
+            torch="rarely", module=_convert,
         ),
-        Command(
+        AdapterCommand(
             "average", "averaged", "snapshots", (ADAPTERS,),
             _options("weights", "rank", "ema", "ema_to", "sigma_rel", "musubi_t", "space", "alpha", "format",
                      *_ADAPTERS[1:], rank="same", space="delta", alpha="rank", format=KEEP, recorded=("rank",),
                      help={"weights": "Weight the snapshots: 0.7,0.3. [default: equal]",
                            "rank": "Set the rank. [default: same as the snapshots]"}),
-            torch="meanwhile", combines=True, **_writing(_average),
+            torch="meanwhile", combines=True, module=_average,
         ),
-        Command(
+        AdapterCommand(
             "extract", "extracted", "checkpoints", (ADAPTERS, BASE),
             _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
                      factor=-1, format="auto", recorded=("rank",),
                      help={"rank": "Set the rank: 32, energy:0.99, noise … [default: 32]"}),
-            torch="first", effort=2.5, **_writing(_extract),
+            torch="first", effort=2.5, module=_extract,
         ),
     )
 })  # fmt: skip
@@ -299,4 +310,5 @@ def _named(name: str) -> Command:
     return COMMANDS[name]
 
 
-copyreg.pickle(Command, lambda command: (_named, (command.name,)))  # jobs go to other processes with their row
+for _kind in (MergeCommand, UnmergeCommand, AdapterCommand):  # jobs go to other processes with their row
+    copyreg.pickle(_kind, lambda command: (_named, (command.name,)))

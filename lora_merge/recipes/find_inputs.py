@@ -6,11 +6,11 @@ Names in a recipe are only compared with names of files: they cannot lead out of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, TypeAlias
 
 from ..adapters.network_settings import side_file
 from ..disk.files import sha256
@@ -28,6 +28,8 @@ MOST_FILES: Final = 20_000  # looked at while searching for inputs
 FOLDER_LEVELS: Final = 3  # folders below the searched ones
 SEARCH: Final = "name its folder with --search"
 
+Digest: TypeAlias = Callable[[Path], str]
+
 
 def around(output: Path, search: Sequence[Path]) -> list[Path]:
     """Return the folders in which the inputs of an output are searched: the folders that the user names, that of
@@ -36,17 +38,19 @@ def around(output: Path, search: Sequence[Path]) -> list[Path]:
 
 
 def find(
-    inputs: Iterable[Input], folders: Iterable[Path], progress: Progress = unwatched, announce: Announce | None = None
-) -> list[Path]:
+    inputs: Iterable[Input], folders: Iterable[Path], progress: Progress = unwatched, announce: Announce | None = None,
+    digest: Digest = sha256,
+) -> list[Path]:  # fmt: skip
     """Return the paths of these inputs, by content, searched in these folders and FOLDER_LEVELS levels below; those
     that came from another machine are downloaded if they are not there.
 
-    VerificationFailed if there is a file of the right name but other content; InputError if there is none.
+    VerificationFailed if there is a file of the right name but other content; InputError if there is none. `digest`:
+    the SHA-256 of a file; a proof reads its bytes.
     """
     present = _Present(folders)
     paths = []
     for named in inputs:
-        paths.append(_find(named, present, progress, announce))
+        paths.append(_find(named, present, progress, announce, digest))
         record(named, paths[-1])
     return paths
 
@@ -78,8 +82,10 @@ class _Present:
             yield self._paths[n]
 
 
-def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: Announce | None) -> Path:
-    name, size, digest = sought.files[0]
+def _find(
+    sought: Input, present: Iterable[Path], progress: Progress, announce: Announce | None, digest: Digest
+) -> Path:  # fmt: skip
+    name, size, stated = sought.files[0]
     depth = len(PurePosixPath(name).parts) if sought.folder else 0
     within = sought.folder and sought.name not in {file for file, _, _ in sought.files}  # else a part is taken for all
     ending = f"/{sought.name}/{name}" if within else f"/{name}"
@@ -93,7 +99,7 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
         if _size(path) == size and depth <= len(path.parents):
             root = path.parents[depth - 1] if sought.folder else path
             try:
-                other = different(sought, root)
+                other = different(sought, root, digest)
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None and within and not named(path) and not _is_opened_as(sought, root):
@@ -109,9 +115,9 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
                                  f"{[*others, namesake][0]} is not that of {quoted(sought.name)} then, "
-                                 f"whose weights have the SHA-256 {digest}",
+                                 f"whose weights have the SHA-256 {stated}",
                                  f"merge again, or {SEARCH}")  # fmt: skip
-    raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {digest}, {size} bytes",
+    raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {stated}, {size} bytes",
                      SEARCH)  # fmt: skip
 
 
@@ -145,12 +151,13 @@ def _downloaded(sought: Input, progress: Progress, announce: Announce | None) ->
     return path
 
 
-def different(named: Input, path: Path) -> str | None:
-    """Return the file of the input at `path` that is not as the recipe says; None if all are the same."""
+def different(named: Input, path: Path, digest: Digest = sha256) -> str | None:
+    """Return the file of the input at `path` that is not as the recipe says; None if all are the same. `digest`: as for
+    `find`."""
     whole = of_index(path)
-    for name, size, digest in named.files:
+    for name, size, stated in named.files:
         file = whole / name if whole.is_dir() else path
-        if _size(file) != size or sha256(file) != digest:
+        if _size(file) != size or digest(file) != stated:
             return str(file)
     if named.config and config_hash(path) != named.config:
         return str(configuration(path) or path)

@@ -24,7 +24,7 @@ from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
 from ..job import Job
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.make_plan import open_inputs
+from ..planning.inputs import open_inputs
 from ..planning.output_files import Contents, differing
 from ..planning.recipe import KEY, STRENGTH_ENTRY, blanks, parsed, recipes
 from ..proof.header_changes import changed_files

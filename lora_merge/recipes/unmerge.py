@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ..adapter_arguments import adapter_path
+from ..disk.hashes import hash_once
 from ..dtypes import COMPUTE_DTYPES, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import open_checkpoint
@@ -59,7 +60,7 @@ def unmerge_job(
         _expect_sum(recipe, merged)
         recorded = {n: recipe.options[n] for n in SHARED_OPTIONS if n in recipe.options and n not in options}
     if not adapters:
-        paths = find([a for a, _, _ in recipes[0].adapters], around(merged, search))
+        paths = find([a for a, _, _ in recipes[0].adapters], around(merged, search), digest=hash_once)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipes[0].adapters, strict=True)]
         if strengths := options.get("strength") or options.get("strengths"):
             raise _of_no_adapter(merged, adapters, strengths)
@@ -243,7 +244,7 @@ def _named(path: Path, recipes: Sequence[Recipe]) -> tuple[list[Input], bool]:
 def _is(named: Input, path: Path) -> bool:
     """Return whether the adapter at `path` is this input, byte for byte."""
     with suppress(InputError, OSError):
-        return different(named, path) is None
+        return different(named, path, hash_once) is None
     return False
 
 

@@ -239,7 +239,7 @@ def _models(folder: Path, deepest: int) -> Iterator[tuple[Path, str]]:
     for at, folders, files in os.walk(folder):
         here = Path(at)
         kind = next((kind for name, kind in MODEL_FILES.items() if name in files), "")
-        if kind and here != folder.parent and _is_model(here, files):
+        if kind and here != folder.parent and _is_model(files):
             folders.clear()
             yield here, kind
             continue
@@ -250,7 +250,7 @@ def _models(folder: Path, deepest: int) -> Iterator[tuple[Path, str]]:
                 yield here / name, ""
 
 
-def _is_model(folder: Path, files: Sequence[str]) -> bool:
+def _is_model(files: Sequence[str]) -> bool:
     """Return whether a folder with a configuration is a model: with weights, or with components that have them."""
     return "model_index.json" in files or any(name.lower().endswith(ENDINGS) for name in files)
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice, product
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any, Final, TypeAlias
 
 from .. import Facts, FormerPlans, MergeError, inspect, plan_batch
 from ..disk.destination import check_output, files_under
+from ..disk.writer import Room
 from ..errors import UsageError, error_dict
 from ..job import parse_size
 from ..options import OPTIONS
@@ -158,11 +158,11 @@ class Previews:
         output, folder = Path(job["output"]), product.is_dir()
         output = output if folder else with_ending(output, product.suffix or ".safetensors")
         check_output(output, [product], overwrite=overwrite, folder=folder, contents=files_under(product))
-        needed, free = facts["bytes"], disk_usage(self.library.output).free
+        needed = facts["bytes"]
         return {
             "status": "to run", "output": str(output), "bytes": needed, "effort": needed, "error": None,
             "memory": parse_size(job.get("max_memory", OPTIONS["max_memory"].default)),
-            "disk": {"needed": needed, "free": free, "enough": needed <= free},
+            "disk": Room.at(output, needed).facts,
         }  # fmt: skip
 
     def _files(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -17,9 +17,11 @@ from ..job import Adapter, make_job
 from ..matching.fit_errors import explain
 from ..models.names import Names
 from ..paths import typed
+from ..planning.changes import Matched, match
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_paths
-from ..planning.make_plan import Inputs, Matched, make_plan, match
+from ..planning.inputs import Inputs
+from ..planning.make_plan import make_plan
 from ..planning.plan import Plan
 from ..progress import Progress, unwatched
 from ..text import Note, by_component, by_pattern, listed
@@ -139,7 +141,7 @@ def _fit(
     if matching.unmatched:
         misfit = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
         why = misfit.text if misfit else ""
-    plan = make_plan(Matched(matched.inputs, matched.adapters))
+    plan = make_plan(matched)
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
         "matched": matching.modules, "total": matching.total, "components": dict(matching.components),

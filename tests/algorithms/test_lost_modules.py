@@ -14,7 +14,7 @@ from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
 from lora_merge.matching.match import ModulePlacer
-from lora_merge.planning import checkpoint_cache, make_plan
+from lora_merge.planning import changes, checkpoint_cache, make_plan
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.proof.account import Account, account
 from tests.algorithms.row_files import MODULES, write
@@ -73,7 +73,7 @@ WAYS: dict[str, Break] = {
     "it is never grouped": _around(checkpoint_cache, "group", _ungrouped),
     "it is never placed": _around(ModulePlacer, "place", _unplaced),
     "it is counted and not applied": _around(ModulePlacer, "_add", _counted_only),
-    "its uses are dropped": _around(make_plan, "match_adapter", _unused),
+    "its uses are dropped": _around(changes, "match_adapter", _unused),
     "its tensors are planned without it": _around(make_plan, "outputs", _unwritten),
 }
 

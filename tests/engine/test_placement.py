@@ -163,7 +163,9 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     from lora_merge.memory.merge import _adapters  # the plan of merge_state_dict, without its fetching of values
     from lora_merge.memory.state_index import index_of
     from lora_merge.models.names import names
-    from lora_merge.planning.make_plan import Inputs, match, outputs
+    from lora_merge.planning.changes import match
+    from lora_merge.planning.inputs import Inputs
+    from lora_merge.planning.make_plan import outputs
 
     base = index_of("state dict", weights)
     paths, files, _ = _adapters([factors])

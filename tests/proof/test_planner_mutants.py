@@ -32,6 +32,7 @@ from lora_merge.matching.patch import Match, PatchPart
 from lora_merge.models.names import Names
 from lora_merge.models.part_factors import Strengths
 from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
+from lora_merge.planning import changes
 from lora_merge.planning import checkpoint_cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
@@ -94,7 +95,7 @@ def moved(by: int) -> Break:
 
 def matched(change: Callable[[Match], Match]) -> Break:
     """What matching found is changed."""
-    return around(planning, "match_adapter", lambda original, *arguments: change(original(*arguments)))
+    return around(changes, "match_adapter", lambda original, *arguments: change(original(*arguments)))
 
 
 def uses(change: Callable[[str, PatchPart], PatchPart | None]) -> Break:
@@ -409,7 +410,7 @@ def test_wrong_planner_is_detected(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, out = scenes(mutant.scene), tmp_path / "out.safetensors"
-    monkeypatch.setattr(planning, "check_effect", lambda _: None)  # finds some of them before the proof
+    monkeypatch.setattr(changes, "check_effect", lambda _: None)  # finds some of them before the proof
     mutant.break_it(monkeypatch)
     with pytest.raises(VerificationFailed) as failed:
         lora_merge.merge(scene.base, scene.adapters, out, **scene.options)
@@ -427,7 +428,7 @@ def test_mutants_mostly_pass_without_the_second_reading(
     passed = 0
     for n, mutant in enumerate(MUTANTS[::6]):
         with monkeypatch.context() as patch:
-            patch.setattr(planning, "check_effect", lambda _: None)
+            patch.setattr(changes, "check_effect", lambda _: None)
             mutant.break_it(patch)
             scene, out = scenes(mutant.scene), tmp_path / f"{n}.safetensors"
             try:

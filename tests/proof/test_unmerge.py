@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.disk import files as disk_files
+from lora_merge.disk import hashes
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.recipes.commands import COMMANDS
 from tests.kit.adapters import kohya
@@ -49,6 +52,21 @@ def check(before: Tensors, merged: Tensors, after: Tensors) -> None:
         if value.is_floating_point():
             step = torch.maximum(ulp(value), ulp(merged[name]))
             assert bool(((after[name].double() - value.double()).abs() <= step).all()), name
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_bytes_of_an_adapter_are_hashed_once(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, named: bool
+) -> None:
+    """Its content decides which input of the recipe it is; the recipe of the output states it too."""
+    counts, opened = Counter[str](), disk_files.open_regular
+    monkeypatch.setattr(hashes, "_known", {})
+    monkeypatch.setattr(disk_files, "open_regular", lambda path: counts.update([path.name]) or opened(path))
+    monkeypatch.setattr(hashes.RunningHashes, "_read_others", lambda running: counts.update(
+        path.name for path in running._others if path not in running._done))  # fmt: skip
+    adapters = [files / "a.safetensors", f"{files / 'b.safetensors'}:0.7"] if named else []
+    assert run("unmerge", files / "merged.safetensors", *adapters, "-o", tmp_path / "out.safetensors").code == 0
+    assert counts == {"a.safetensors": 1, "b.safetensors": 1}
 
 
 @pytest.mark.few(1)

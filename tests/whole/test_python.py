@@ -252,7 +252,7 @@ def test_verify_has_the_options_of_the_table() -> None:
     }
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS.values() if c.name != "unmerge"], ids=lambda c: c.name)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
 def test_function_of_a_command_has_the_options_of_its_row(command: Command) -> None:
     """With its defaults: an option is declared once."""
     parameters = signatures.signature(getattr(lora_merge, command.name)).parameters
@@ -262,7 +262,8 @@ def test_function_of_a_command_has_the_options_of_its_row(command: Command) -> N
     python = {"strength", "strengths", "strength_for", "setting", "title", "metadata"}
     assert shown <= {*parameters, *typed}
     assert typed - python <= shown
-    assert {*parameters} - shown <= {"adapter", "adapters", "tuned", "output", "base", "progress", "options"}
+    inputs = {"adapter", "adapters", "tuned", "base", "merged", "search"}
+    assert {*parameters} - shown <= {*inputs, "output", "progress", "options"}
     for name in shown & parameters.keys():
         default = command.options[name].default
         assert parameters[name].default == (signatures.Parameter.empty if command.options[name].required else default)
@@ -373,7 +374,7 @@ SLIPS = [
     ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3]"),
     ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', [0.7, 0.3])", "write weights=[0.7, 0.3]"),
-    ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7, 0.3]"),
+    ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', weights=[0.7])", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', weights='0.7,0.3')", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weight=[0.7, 0.3])", "did you mean weights?"),

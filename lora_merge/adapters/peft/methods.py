@@ -260,6 +260,12 @@ class PeftMethod:
     """A remark on what a configuration makes of the method."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Flag of the configuration → slot that every pair of factors then has besides them."""
+    names_layers: Callable[[PeftConfig], bool] = lambda _: True
+    """Whether a file with this configuration names the layers that were trained."""
+    one_table: bool = False
+    """Whether its models have one tensor for embeddings and a head that are tied."""
+    token_field: str = "trainable_token_indices"
+    """Field with the row numbers of trained tokens."""
     counted: bool = False
     """Whether the change depends on the number of the layer in the model."""
 
@@ -404,7 +410,7 @@ PEFT_ROWS: Final = (
         {f".unilora_indices_{letter}": f"{slot}_choice" for letter, slot in _PAIR.items()}
         | {f".unilora_scales_{letter}": f"{slot}_weight" for letter, slot in _PAIR.items()}
         | {".unilora_theta_d": "bank"},
-        shared={"bank": "unilora_theta_d"}, conv1d=True,
+        shared={"bank": "unilora_theta_d"}, conv1d=True, names_layers=flag("save_indices"),
     ),
     PeftMethod("BEFT", ("lora_bias",), {".beft_bias": "diff"}),
     PeftMethod(
@@ -464,9 +470,10 @@ PEFT_ROWS: Final = (
         counts={"tinylora": Count("vector", 0, "u")}, shared={"vector": "tinylora_v.{group}"}, conv1d=True,
         counted=True,
     ),
-    PeftMethod("TRAINABLE_TOKENS"),
+    PeftMethod("TRAINABLE_TOKENS", token_field="token_indices"),
     PeftMethod(
         MLX, ("lora_transposed", "lora_switch"), settings={"over_rank": lambda _: False, "lora_alpha": mlx_scale},
+        one_table=True,
     ),
     *(PeftMethod(name, refuses=(NOT_A_WEIGHT, TRAIN_AGAIN))
       for name in ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT",

@@ -256,7 +256,7 @@ class PeftRules:
 
     def _tokens(self, module: str) -> RowNumbers:
         """Return the row numbers of the embedding's trained tokens."""
-        name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
+        name = self.method.token_field
         value = self.fields.get(name)
         if isinstance(value, dict):
             ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]

@@ -177,7 +177,7 @@ def differing_ranks(config: Mapping[str, Any] | None) -> list[Note]:
 
     llama.cpp's convert_lora_to_gguf.py writes lora_alpha alone, and llama-adapter.h divides it by each tensor's rank.
     """
-    if config is None or config["peft_type"] != "LORA" or not config["rank_pattern"]:
+    if config is None or "lora_alpha" not in config or not config["rank_pattern"]:
         return []
     most = max(config["r"], *config["rank_pattern"].values())
     return [Note(f"{DIFFERING}: for such a reader, write it with --rank {most}, which gives all layers that rank")]
