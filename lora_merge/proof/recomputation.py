@@ -148,10 +148,10 @@ class Recomputation:
         findings = self._compared(target, rows, stored, grid, exact)
         measured = measure(stored, exact, grid.rounded, weight)
         findings.measures.tensors[target.name] = replace(measured, cut=findings.cut) if findings.cut else measured
-        findings.in_bf16.update(measured.adapters)
-        if coarse(target.packing.encoding) and any(share.fails for share in measured.adapters.values()):
+        if coarse(target.packing.encoding):
             rounded = plain_grid("BF16").rounded
-            findings.in_bf16.update(measure(rounded(exact.value), exact, rounded, weight).adapters)
+            measured = measure(rounded(exact.value), exact, rounded, weight)
+        findings.in_bf16.update(measured.adapters)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
