@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +46,11 @@ LOAD_AT_GENERATION: Final = (
 
 PIPELINE_PARTS: Final = {"vae": "VAE", "te": "text encoder"}
 """Role of a network that pipelines also load from a file of its own → what it is."""
+
+CHECKPOINT_WITH: Final = "a checkpoint with "
+"""The first words on a file whose main network is unknown, before the networks that are known."""
+
+RIGHT_NAMES: Final = "name an adapter; to merge into this file, first give its tensors the names of its model"
 
 NOT_REPLACED: Final = "load it at generation time: a merge does not replace the {} of a checkpoint"
 
@@ -114,9 +121,15 @@ COMPONENTS: Final = tuple(
 """Key pattern → the component of a pipeline that a file of no known architecture is."""
 
 
-def component(keys: Iterable[str]) -> str:
-    """Return the component of a pipeline that a file is by its keys; "" if they do not show it."""
-    return _by_keys(COMPONENTS, [key.lower() for key in keys])
+def component(shapes: Mapping[str, Shape]) -> str:
+    """Return the component of a pipeline that a file is by its keys; "" if they do not show it, or if most of its
+    numbers are below other levels than those keys."""
+    numbers = Counter[str]()
+    for key, shape in shapes.items():
+        numbers[key.partition(".")[0]] += prod(shape)
+    levels = {key.partition(".")[0] for key in shapes if _by_keys(COMPONENTS, [key.lower()])}
+    most = 2 * sum(numbers[level] for level in levels) >= numbers.total()
+    return _by_keys(COMPONENTS, [key.lower() for key in shapes]) if most else ""
 
 
 TEXT_WIDTHS: Final = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 2048: "Stable Diffusion XL"}
@@ -137,6 +150,8 @@ def network_for(shapes: Mapping[str, Shape]) -> str:
 
 def instead(what: str) -> str:
     """Return what to do with such a file."""
+    if what.startswith(CHECKPOINT_WITH):
+        return RIGHT_NAMES
     if part := next((part for part in PIPELINE_PARTS.values() if part in what), ""):
         return NOT_REPLACED.format(part)
     return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == NUNCHAKU else LOAD_AT_GENERATION

@@ -18,7 +18,7 @@ from ..adapters.stated_model import stated_model
 from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.checkpoint import Index
-from ..files.file_signatures import foreign, instead
+from ..files.file_signatures import CHECKPOINT_WITH, foreign, instead
 from ..files.folder_layouts import PEFT_PREFIX
 from ..models.adapter_architecture import architectures, described, modules_of, variants
 from ..models.architectures import Architecture
@@ -109,7 +109,8 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
     title = names.what
     by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights(), title)
-    strange = _of_no_model(modules, names, title) if unmatched and not known and title != names.architecture else None
+    is_other = not known and title != names.architecture and not title.startswith(CHECKPOINT_WITH)
+    strange = _of_no_model(modules, names, title) if unmatched and is_other else None
     if why := _outer_level(names) or by_shapes or _stated_other(adapter, known, title) or strange:
         return why
     if other := _for_pictures(names, unmatched, shapes):
@@ -131,7 +132,9 @@ def _outer_level(names: Names) -> Misfit | None:
     if not (level := names.outer_level):
         return None
     advice = f"leave that out of each name: name.removeprefix({level!r})"
-    return Misfit("name", f"all names of the base begin with {level!r}", advice, base=names.what)
+    count = len(names.parts[0].keys)
+    some = "all" if count == len(names.shapes) else str(count)
+    return Misfit("name", f"{some} names of the base begin with {level!r}", advice, base=names.what)
 
 
 def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:

@@ -9,6 +9,7 @@ places is refused. Nothing here reads weights or imports torch.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,8 +22,8 @@ from typing import Any, Final
 from ..dtypes import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
-from ..files.file_signatures import PIPELINE_PARTS, component, foreign
-from ..text import Note
+from ..files.file_signatures import CHECKPOINT_WITH, PIPELINE_PARTS, component, foreign
+from ..text import Note, plural
 from .adapter_architecture import architectures, modules_of, named_so
 from .architectures import Architecture, load
 from .components import ENCODER_IDS, UNSURE, components
@@ -131,11 +132,12 @@ class Names:
 
     @cached_property
     def outer_level(self) -> str:
-        """What all names of an unknown base begin with, where they are those of a known model without it; else ""."""
-        keys = [*self.shapes]
+        """What all names of an unknown main network begin with, where they are those of a known model without it; else
+        ""."""
+        keys = [*self.parts[0].keys.values()] if self.parts else []
         level = "" if self.known or len(keys) < 2 else commonprefix(keys)  # noqa: RUF071  # of names
         for dot in (at for at, letter in enumerate(level[:LONGEST_LEVEL]) if letter == "."):
-            inner = {key[dot + 1 :]: shape for key, shape in self.shapes.items()}
+            inner = {key[dot + 1 :]: self.shapes[key] for key in keys}
             if components(inner, {}, (), None)[0].architecture is not None:
                 stored = self._stored.get(keys[0], keys[0])
                 return stored[: len(stored) - len(keys[0]) + dot + 1]
@@ -143,13 +145,21 @@ class Names:
 
     @cached_property
     def what(self) -> str:
-        """What the file is: the title of its model, or "a VAE (AutoencoderKL)", "an upscaler (ESRGAN)"."""
+        """What the file is: the title of its model, or "a VAE (AutoencoderKL)", "an upscaler (ESRGAN)", "a checkpoint
+        with a text encoder and 2 tensors of unknown names"."""
         title, part = self.architecture, PIPELINE_PARTS.get(self.parts[0].role, "") if self.parts else ""
         if other := foreign(self.shapes):
             return other
         if title != UNKNOWN_TITLE and not part:
             return title
-        what = component(self.shapes) if title == UNKNOWN_TITLE else title if part in title else f"{part} ({title})"
+        known = Counter(PIPELINE_PARTS[p.role] for p in self.parts if p.role in PIPELINE_PARTS)
+        if known and not part:
+            strange = [key for p in self.parts if p.role not in PIPELINE_PARTS for key in p.keys.values()]
+            networks = (f"a {name}" if count == 1 else plural(count, name) for name, count in known.items())
+            some = plural(len(strange), "tensor of an unknown name", "tensors of unknown names")
+            return f"{CHECKPOINT_WITH}{', '.join(networks)} and {some} (such as {strange[0]})"
+        of_title = title if part in title else f"{part} ({title})"
+        what = of_title if title != UNKNOWN_TITLE else part or component(self.shapes)
         return f"{'an' if what.startswith(tuple('aeiou')) else 'a'} {what}" if what else UNKNOWN_TITLE
 
     @property

@@ -129,6 +129,7 @@ def _model(facts: Mapping[str, Any]) -> str:
     networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in WHOLE_MODELS]
     if name == "unknown":
         name = _unknown(facts)
+        networks = [] if _other_kind(facts) else networks
     elif len(networks) == 1 and ONE_COMPONENT.search(name):
         networks = []
     dtype = next(iter(facts["dtypes"]), "")

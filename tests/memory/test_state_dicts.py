@@ -51,6 +51,31 @@ def test_names_with_one_more_level_are_answered_with_the_level() -> None:
         assert e.value.fix == f"leave that out of each name: name.removeprefix({level!r})"
 
 
+@pytest.mark.parametrize(("old", "new"), [("diffusion_model", "unet"), (".weight", ".w"), ("input_blocks", "in")])
+def test_checkpoint_is_what_all_its_tensors_are(old: str, new: str, tmp_path: Path) -> None:
+    """Neither the VAE nor the text encoder in it, where the names of its main network are unknown."""
+    tensors = {name.replace(old, new): value for name, value in sd1().items()}
+    strange = [name for name in tensors if name.startswith("model.")]
+    path = save({"first_stage_model.decoder.conv_out.weight": torch.ones(3, 4, 3, 3), **tensors}, tmp_path / "base")
+    what = f"heckpoint with a text encoder, a VAE and {len(strange)} tensors of unknown names (such as {min(strange)})"
+    assert what in lora_merge.inspect(path)["verdict"]["text"]
+    adapter = save(kohya(sd1()), tmp_path / "lora.safetensors")
+    calls = [lambda: lora_merge.plan(adapter.with_name("base"), path), lambda: lora_merge.plan(path, adapter)]
+    for call in calls:
+        with pytest.raises(lora_merge.MergeError) as e:
+            call()
+        assert what in e.value.what or "begin with 'model.'" in e.value.what
+        assert "generation time" not in e.value.fix and "VAE" not in e.value.fix
+
+
+def test_level_of_one_network_is_named_too(tmp_path: Path) -> None:
+    tensors = {name.replace("diffusion_model", "unet"): value for name, value in sd1().items()}
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.merge_state_dict(tensors, kohya(sd1()))
+    assert e.value.fix.startswith("leave that out of each name: name.removeprefix('model.')")
+    assert lora_merge.merge_state_dict({n.removeprefix("model."): t for n, t in tensors.items()}, kohya(sd1()))
+
+
 @pytest.mark.parametrize(("value", "what", "fix"), [
     (torch.ones(2).numpy(), "an ndarray is not a tensor", "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"),
     (5, "an int is not a tensor", "leave the entry out"),
