@@ -16,6 +16,8 @@ from .addresses import downloads_in
 from .algorithms.lora import LORA
 from .boundary import public
 from .command import MERGE, Request
+from .disk.destination import OUTPUT_EXISTS
+from .errors import MergeError, UsageError
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .merge_methods import SUM
@@ -23,10 +25,12 @@ from .options import a_list
 from .paths import expand, input_path
 from .planning.former_plans import FormerPlans
 from .planning.plan import Plan
+from .planning.recipe import KEY
 from .process import interruptible
 from .progress import Progress, watched
 from .recipes.commands import COMMANDS, again, proof_of, run_request
 from .report import Report
+from .text import python_code
 from .typed_options import (
     AdapterReading,
     AverageOptions,
@@ -129,7 +133,7 @@ def merge(
         >>> report.coverage["style.safetensors"]["matched"]
         264
     """
-    report: Report = run_request(Request(COMMANDS[MERGE], adapters, output, base, options), progress)
+    report: Report = _run(Request(COMMANDS[MERGE], adapters, output, base, options), progress)
     return report
 
 
@@ -198,9 +202,7 @@ def unmerge(
     """
     with downloads_in(options.get("cache")):
         named = {**options, "search": _folders(search)}
-        report: Report = run_request(
-            Request(COMMANDS["unmerge"], adapters, output, input_path(merged), named), progress
-        )
+        report: Report = _run(Request(COMMANDS["unmerge"], adapters, output, input_path(merged), named), progress)
         return report
 
 
@@ -609,5 +611,30 @@ def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
     command: str, adapters: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any],
     progress: bool | Progress,  # noqa: FBT001  # as the caller's
 ) -> AdapterReport:  # fmt: skip
-    report: AdapterReport = run_request(Request(COMMANDS[command], adapters, output, base, options), progress)
+    report: AdapterReport = _run(Request(COMMANDS[command], adapters, output, base, options), progress)
     return report
+
+
+def _run(request: Request, progress: bool | Progress) -> Any:  # noqa: FBT001  # as the caller's
+    try:
+        return run_request(request, progress)
+    except UsageError as e:
+        raise (e.what == OUTPUT_EXISTS and _second_adapter(request, Path(e.where))) or e from e.__cause__
+
+
+def _second_adapter(request: Request, output: Path) -> UsageError | None:
+    """Return the error for an output that is an adapter which was meant to be in the list; None for an earlier output
+    of ours, and where the list has several."""
+    from .adapters.modules import is_adapter
+    from .files.checkpoint import open_checkpoint
+
+    adapters = adapter_list(request.adapters)
+    try:
+        index = open_checkpoint(output)
+    except MergeError:
+        return None
+    if len(adapters) > 1 or not request.command.several or not is_adapter(index) or KEY in index.metadata:
+        return None
+    base = f"{python_code(request.base)}, " if request.command.merges else ""
+    call = f'{request.command.name}({base}{python_code([*adapters, request.output])}, "out.safetensors")'
+    return UsageError("the output is an adapter that exists", str(output), f"write {call}")

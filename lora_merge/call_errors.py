@@ -9,12 +9,13 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Final, Literal, Union
 
 from .errors import UsageError
 from .option_texts import takes
-from .options import AN_ADAPTER, COMMAND_ONLY, MEANT, OPTIONS, SWITCHED, values_of
-from .text import described, number_of, one_line, python_code, shown
+from .options import AN_ADAPTER, COMMAND_ONLY, GIVE_STATE_DICT, MEANT, OPTIONS, SWITCHED, values_of
+from .text import described, is_finite, number_of, one_line, python_code, shown
 
 A_PATH: Final = "a path"
 A_STATE_DICT: Final = "a state dict"
@@ -160,9 +161,11 @@ def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
     """Return how to correct an argument of a wrong type; "" where nothing shows what was meant."""
     name, annotation = parameter.name, annotation_of(parameter)
     is_tensors, is_model = isinstance(value, Mapping), _is_model(value)
-    number = SWITCHED.get(shown(value).lower()) if annotation == "bool" else number_of(value)
+    number = _number_meant(value, annotation, hint)
     fix = ""
-    if is_tensors and function in IN_MEMORY:
+    if is_model and annotation == "MemoryAdapters":
+        fix = GIVE_STATE_DICT
+    elif is_tensors and function in IN_MEMORY:
         fix = "for a state dict use merge_state_dict()"
     elif is_model and function in IN_MEMORY:
         fix = "for a model in memory use merge_into(), or give its state_dict() to merge_state_dict()"
@@ -171,13 +174,25 @@ def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
         fix = f'save it first: safetensors.torch.save_file({tensors}, "model.safetensors")'
     elif VALUE_KINDS[annotation] == A_STATE_DICT and isinstance(value, str | os.PathLike):
         fix = "for a file use merge()"
-    elif number is not None and _fits(number, hint):
+    elif number:
         fix = f"write {name}={number}"
     elif isinstance(value, list | tuple) and value and _fits(value[0], hint):
         fix = f"write {name}={python_code(value[0])}{', and one call for each' if len(value) > 1 else ''}"
     elif annotation.startswith("Sequence") and isinstance(value, str | os.PathLike):
-        fix = f"write {name}={python_code(values_of(value) if isinstance(value, str) else [value])}"
+        path, items = Path(value), values_of(value) if isinstance(value, str) else [value]
+        files = sorted(map(str, path.parent.glob(path.name))) if "*" in path.name else []
+        fix = f"write {name}={python_code(files or items)}"
     return fix
+
+
+def _number_meant(value: Any, annotation: str, hint: Any) -> str:
+    """Return the number, or the rule for ranks, that a value of another type was meant for; "" for none."""
+    number = SWITCHED.get(shown(value).lower()) if annotation == "bool" else number_of(value)
+    if is_finite(value) and value == int(value):
+        number = int(value)
+    elif is_finite(value) and annotation == "str | int" and 0 < value < 1:
+        return f'"energy:{float(value):g}"'
+    return str(number) if number is not None and _fits(number, hint) else ""
 
 
 def _is_model(value: object) -> bool:

@@ -22,6 +22,7 @@ from .options import (
     AN_ADAPTER,
     BLOCK_LIST,
     BLOCK_WEIGHTS,
+    GIVE_STATE_DICT,
     REGEX,
     OnOverflow,
     Rounding,
@@ -34,7 +35,9 @@ from .options import (
     unlike,
 )
 from .paths import (
+    ENDINGS,
     absolute,
+    exists,
     expand,
     input_name,
     input_path,
@@ -45,6 +48,7 @@ from .paths import (
     of_index,
     output_file,
     output_path,
+    with_found_ending,
 )
 from .safe_regex import Refused, Steps
 from .text import HUGE, Shown, described, is_finite, number_of, plural, python_code, shown
@@ -294,7 +298,7 @@ def _ending(base: Path) -> str:
 def adapter_list(adapters: Any) -> list[Any]:
     """Return the adapters that the user named as a list: of paths, of Adapters, and of pairs with a strength."""
     if isinstance(adapters, Mapping):
-        if not all(isinstance(strength, Real | str) for strength in adapters.values()):
+        if not all(isinstance(strength, Real | str) for strength in adapters.values()) or pair_in(adapters):
             raise wrong_adapter(adapters)
         adapters = [*adapters.items()]
     if isinstance(adapters, list | tuple) and not is_pair(adapters) and _path_and_number(adapters):
@@ -349,12 +353,27 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in named), *parts))
 
 
-def wrong_adapter(value: Any) -> UsageError:
-    """Return the error for what is no adapter, with what was probably meant."""
+def pair_in(table: Any) -> tuple[Any, Any] | None:
+    """Return path and strength of a table that states one adapter, `{"path": "a.safetensors", "strength": 0.5}`, by
+    whatever names; None for others."""
+    if not isinstance(table, Mapping):
+        return None
+    paths = [
+        value for name, value in table.items() if isinstance(value, str | PathLike) and number_of(value) is None
+        and (name == "path" or str(value).endswith(ENDINGS) or exists(with_found_ending(str(value))))
+    ]  # fmt: skip
+    strengths = [value for value in table.values() if isinstance(value, Real) or number_of(value) is not None]
+    return (paths[0], strengths[0] if strengths else 1.0) if len(paths) == 1 else None
+
+
+def wrong_adapter(value: Any, *, in_memory: bool = False) -> UsageError:
+    """Return the error for what is no adapter, with what was probably meant. `in_memory`: state dicts are adapters
+    too."""
     pair = (value.path, value.strength) if isinstance(value, Adapter) else value
-    pair = (pair["path"], pair.get("strength", 1.0)) if isinstance(pair, Mapping) and "path" in pair else pair
-    if right := _path_and_number(pair):
+    if right := _path_and_number(pair_in(value) or pair):
         fix = f"write {python_code(right)}"
+    elif in_memory and any(hasattr(item, "state_dict") for item in (value, *(value if is_pair(value) else ()))):
+        fix = GIVE_STATE_DICT
     elif hasattr(value, "state_dict") or (
         isinstance(value, Mapping) and any(hasattr(tensor, "shape") for tensor in value.values())
     ):

@@ -33,6 +33,10 @@ MEANT: Final[Mapping[str, str]] = MappingProxyType({
 
 
 AN_ADAPTER: Final = 'a path, or a pair such as ("a.safetensors", 0.8)'
+
+GIVE_STATE_DICT: Final = "give its state_dict()"
+"""The advice on a module in the place of an adapter, for functions that take state dicts."""
+
 """What an adapter is in Python, in words."""
 
 REGEX: Final = "re:"

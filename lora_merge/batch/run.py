@@ -18,7 +18,7 @@ from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
 from ..options import switch, unlike, whole
-from ..paths import expand
+from ..paths import ENDINGS, expand
 from ..planning.downloads import downloads, fetch_all
 from ..planning.former_plans import FormerPlans
 from ..process import deliver_pending, interruptible
@@ -182,6 +182,9 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     if workers.count is not None and (type(workers.count) is not int or workers.count < 1):
         raise UsageError(f"{shown(workers.count)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
+        if str(source).endswith(ENDINGS):
+            raise UsageError("this is a model, not a jobs file", str(source),
+                             "one merge needs no file: `lora-merge BASE ADAPTER:0.8`")  # fmt: skip
         source = expand(source)
     jobs = with_endings(load(source, overwrite=overwrite, card=card))
     entries = [replace(e, redo=switch(redo, "--redo")) for e in jobs]

@@ -16,7 +16,7 @@ import typer
 from ..errors import UsageError
 from ..facts import line
 from ..options import OPTIONS
-from ..paths import ENDINGS, expand
+from ..paths import expand
 from ..process import check_room
 from ..progress import unwatched
 from ..report import disk_rows
@@ -101,10 +101,6 @@ def batch(
     from .stdio import ReportFile
 
     pictures = PageFiles(html, None, quiet=quiet, dry_run=dry_run)
-    if Path(jobs).suffix in ENDINGS:
-        raise UsageError(
-            "this is a model, not a jobs file", jobs, "one merge needs no file: `lora-merge BASE ADAPTER:0.8`"
-        )
     number = None if workers is None else whole_number(workers, "--workers")
     with watching(quiet=quiet, doing="planning the jobs"):  # from here on, as the imports take a second
         from ..batch.executors import Workers

@@ -43,7 +43,7 @@ from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands, wrong_adapter
+from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, pair_in, summands, wrong_adapter
 from ..models.blocks import groups
 from ..models.names import names
 from ..option_texts import in_python
@@ -294,8 +294,8 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
         paired = isinstance(item, tuple) and len(item) == 2
         source, strength = item if paired else (item, 1.0)
         known = isinstance(source, str | PathLike | Adapter | Mapping | LoadedAdapter)
-        if not known or number_of(strength) is not None:
-            raise wrong_adapter(item)
+        if not known or number_of(strength) is not None or pair_in(source):
+            raise wrong_adapter(item, in_memory=True)
         if isinstance(source, Mapping):
             files.append(group(index_of(f"adapter {number}", source)))
             ref: Any = f"adapter {number}"
