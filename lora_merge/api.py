@@ -17,7 +17,7 @@ from .algorithms.lora import LORA
 from .boundary import public
 from .command import MERGE, Request
 from .disk.destination import OUTPUT_EXISTS
-from .errors import MergeError, UsageError
+from .errors import AdapterAsBase, MergeError, UsageError
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .merge_methods import SUM
@@ -620,6 +620,27 @@ def _run(request: Request, progress: bool | Progress) -> Any:  # noqa: FBT001  #
         return run_request(request, progress)
     except UsageError as e:
         raise (e.what == OUTPUT_EXISTS and _second_adapter(request, Path(e.where))) or e from e.__cause__
+    except AdapterAsBase as e:
+        raise AdapterAsBase(e.what, e.where, _in_order(request) or e.fix.written) from e.__cause__
+
+
+def _in_order(request: Request) -> str:
+    """Return the call whose base is the model among the adapters, or that combines these where there is none; "" where
+    there may be several."""
+    from .adapters.modules import is_adapter
+    from .files.checkpoint import open_checkpoint
+
+    adapters = adapter_list(request.adapters)
+    if not adapters or not all(isinstance(item, str | Path) for item in adapters):
+        return ""
+    try:
+        models = [item for item in adapters if not is_adapter(open_checkpoint(input_path(item), adapter=True))]
+    except MergeError:
+        return ""
+    others = [request.base, *(item for item in adapters if item not in models)]
+    words = [*models, others, *([] if request.output is None else [request.output])]
+    call = f"{request.command.name if models else 'combine'}({', '.join(map(python_code, words))})"
+    return f"write {call}" if len(models) < 2 else ""
 
 
 def _second_adapter(request: Request, output: Path) -> UsageError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
@@ -22,7 +22,7 @@ from ..options import OPTIONS
 from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
 from ..text import plural
-from .corrected_line import flags, in_places, line, split_words
+from .corrected_line import flags, in_places, is_adapter, line, split_words
 from .foreign_options import alike, right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
@@ -271,8 +271,23 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
         if extra := _extra(text):
             files = plain[: len(plain) - len(extra)]
             if plain[len(files) :] == extra:
+                if command == "verify" and (right := _without_recipe(files, extra)):
+                    return f"write {line([*right, *options])}; "
                 return f"leave the rest out: {line([*called, *files, *options])}; "
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
+
+
+def _without_recipe(files: Sequence[str], inputs: Sequence[str]) -> list[str]:
+    """Return the words that verify an output without a recipe by its inputs, or that show how an adapter fits where no
+    base is among these; [] for other words, and for an output that names its inputs."""
+    from ..viewing.base import recipe_of
+
+    if not all(map(exists, (*files, *inputs))) or recipe_of(expand(files[0])) is not None:
+        return []
+    flag_of = {word: "--adapter" if is_adapter(word) else "--base" for word in inputs}
+    if "--base" not in flag_of.values():
+        return ["inspect", *files, *inputs]
+    return ["verify", *files, *(part for word in inputs for part in (flag_of[word], word))]
 
 
 def _advice(name: str, context: Any) -> tuple[list[str], str]:

@@ -171,12 +171,7 @@ def check_values(value: object, where: str) -> None:
     """Raise InputError unless a value is a tensor whose bytes are its numbers, and these are in memory."""
     kind = with_article(type(value).__name__)
     if not isinstance(value, Tensor):
-        fix = "leave the entry out"
-        if isinstance(value, Mapping):
-            fix = "give the table in it, if that has the weights"
-        elif hasattr(value, "__array__"):
-            fix = "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"
-        raise InputError(f"{kind} is not a tensor", where, fix)
+        raise InputError(f"{kind} is not a tensor", where, _instead_of(value))
     if not _strided(value):
         if type(value) in (Tensor, Parameter):
             layout, dtype = (str(name).removeprefix("torch.") for name in (value.layout, value.dtype))
@@ -193,6 +188,17 @@ def check_values(value: object, where: str) -> None:
         raise InputError("a tensor on the meta device has no values", where, "load the model before merging")
     if value.numel() and not _in_memory(value):
         raise InputError("the memory of this tensor was freed, or is none", where, "load the model before merging")
+
+
+def _instead_of(value: object) -> str:
+    """Return what to give in the place of an entry that is no tensor."""
+    if isinstance(value, Mapping):
+        return "give the table in it, if that has the weights"
+    if isinstance(value, list | tuple):
+        return "convert each: {name: torch.tensor(numbers) for name, numbers in lists.items()}"
+    if hasattr(value, "__array__"):
+        return "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"
+    return "leave the entry out"
 
 
 def _strided(tensor: Tensor) -> bool:

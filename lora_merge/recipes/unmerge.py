@@ -216,9 +216,9 @@ def _differences(plan: Plan, recipes: Sequence[Recipe]) -> Iterator[Note]:
             words = listed(_typed(named.name, s, parts) for recipe in recipes for named, s, parts in recipe.adapters)
             what, where = f"{name} is not merged into {merged.name}", f"{merged}: its recipe names {words}"
             error = FitError(what, where, f"name one of these; to subtract {name} all the same, {NEGATIVE}")
-            others = (path.with_name(named.name) for recipe in recipes for named, _, _ in recipe.adapters)
-            near = next((str(other) for other in others if exists(other) and str(other) not in by_path), "")
-            raise error.instead(str(path), near) if near else error
+            others = {path.with_name(named.name) for recipe in recipes for named, _, _ in recipe.adapters}
+            near = [str(other) for other in others if exists(other) and str(other) not in by_path]
+            raise error.instead(str(path), *near) if len(near) == 1 else error
         elif not _equal(taken, every):
             words, wrong = (listed(_typed(name, s, parts) for parts, s in these.items()) for these in (every, taken))
             if not _is_part(taken, every):

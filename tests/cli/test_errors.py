@@ -119,6 +119,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors lora.safetensors:high", 2, "neither a strength nor a part", "write lora.safetensors:0.8"),
     ("combine lora.safetensors ink.safetensors --method ties -o x", 4, "--method ties", "write lora-merge combine lora.safetensors ink.safetensors --method ties -o x --rank 32"),
     ("comfyui instal", 2, "there is no command 'instal'", "did you mean install? write lora-merge comfyui install\n"),
+    ("verify base.safetensors lora.safetensors", 2, "1 word too many: lora.safetensors", "lora-merge inspect base.safetensors lora.safetensors"),
     ("resize lora.safetensors ink.safetensors --rank 2", 2, "1 word too many: ink.safetensors", "lora-merge resize lora.safetensors --rank 2"),
     ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5\n"),
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, not a jobs file", "write version: 1 and jobs: [{base: FILE"),

@@ -79,6 +79,7 @@ def test_level_of_one_network_is_named_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "what", "fix"), [
     (torch.ones(2).numpy(), "an ndarray is not a tensor", "convert each: {name: torch.from_numpy(array) for name, array in arrays.items()}"),
     (5, "an int is not a tensor", "leave the entry out"),
+    ([1.0], "a list is not a tensor", "convert each: {name: torch.tensor(numbers) for name, numbers in lists.items()}"),
     ({"a.weight": torch.ones(2)}, "a dict is not a tensor", "give the table in it, if that has the weights"),
 ])  # fmt: skip
 def test_entries_that_are_no_tensors_are_refused(value: object, what: str, fix: str) -> None:

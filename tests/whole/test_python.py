@@ -469,6 +469,20 @@ def test_commands_in_errors_are_calls(tiny: Path, monkeypatch: pytest.MonkeyPatc
         assert eval(re.findall(r"use (.*?\))[;,] ", fix)[0], {}, Names())["schema"]
 
 
+@pytest.mark.parametrize(("adapters", "call"), [
+    (["base", "oil"], 'merge("base", ["ink", "oil"], "out")'), ("oil", 'combine(["ink", "oil"], "out")'),
+])  # fmt: skip
+def test_adapter_in_the_place_of_the_base_is_answered_with_the_call(
+    adapters: Any, call: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny, tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path / "tiny")
+    with pytest.raises(lora_merge.MergeError) as failed:
+        lora_merge.merge("ink", adapters, "out")
+    assert failed.value.fix == f"write {call}"
+    assert eval(call, {}, Names()).written
+
+
 def test_results_are_in_the_words_of_python(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports, facts, and the reports that a batch passes on: notes, errors, and how they show themselves."""
     monkeypatch.chdir(tiny)

@@ -279,9 +279,11 @@ def _extracted_modules(
         [Filled(pair.place, ()) for pair in batch]
         for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
     ]
+    chosen = [f"--{name}" for name in ("include", "exclude") if getattr(job, name)]
     nothing = InputError("nothing to extract: all compared weights are equal",
                          f"{extraction.base.path} and {extraction.tuned.path}",
-                         "give the tuned checkpoint second")  # fmt: skip
+                         f"to compare all, leave {' and '.join(chosen)} out" if chosen
+                         else "give the base and the tuned checkpoint")  # fmt: skip
     # Step 2: the modules that changed, in the order of the base.
     storage = Storage(algorithm_in(job.algorithm, to), extraction.dtype, 0.0, at)
     extractor = Extractor(job, to, storage, sides, pairs, extraction.pairs.head if to.folder else None)
