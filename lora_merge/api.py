@@ -657,5 +657,7 @@ def _second_adapter(request: Request, output: Path) -> UsageError | None:
     if len(adapters) > 1 or not request.command.several or not is_adapter(index) or KEY in index.metadata:
         return None
     base = f"{python_code(request.base)}, " if request.command.merges else ""
-    call = f'{request.command.name}({base}{python_code([*adapters, request.output])}, "out.safetensors")'
-    return UsageError("the output is an adapter that exists", str(output), f"write {call}")
+    fix = f'write {request.command.name}({base}{python_code([*adapters, request.output])}, "out.safetensors")'
+    if not all(isinstance(item[0] if isinstance(item, tuple) else item, str | Path) for item in adapters):
+        fix = "put it into the list of adapters, or choose another output"
+    return UsageError("the output is an adapter that exists", str(output), fix)

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, Union
@@ -179,9 +180,10 @@ def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
     elif isinstance(value, list | tuple) and value and _fits(value[0], hint):
         fix = f"write {name}={python_code(value[0])}{', and one call for each' if len(value) > 1 else ''}"
     elif annotation.startswith("Sequence") and isinstance(value, str | os.PathLike):
-        path, items = Path(value), values_of(value) if isinstance(value, str) else [value]
-        files = sorted(map(str, path.parent.glob(path.name))) if "*" in path.name else []
-        fix = f"write {name}={python_code(files or items)}"
+        path = Path(value if isinstance(value, str | Path) else "")
+        folder = path.parent.glob("*") if "*" in path.name else ()
+        files = sorted(str(file) for file in folder if fnmatch(file.name, path.name))
+        fix = f"write {name}={python_code(files or (values_of(value) if isinstance(value, str) else [value]))}"
     return fix
 
 

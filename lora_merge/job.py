@@ -358,12 +358,19 @@ def pair_in(table: Any) -> tuple[Any, Any] | None:
     whatever names; None for others."""
     if not isinstance(table, Mapping):
         return None
-    paths = [
-        value for name, value in table.items() if isinstance(value, str | PathLike) and number_of(value) is None
-        and (name == "path" or str(value).endswith(ENDINGS) or exists(with_found_ending(str(value))))
-    ]  # fmt: skip
+    paths = [value for name, value in table.items() if _is_file_name(value) or (name == "path" and _is_word(value))]
     strengths = [value for value in table.values() if isinstance(value, Real) or number_of(value) is not None]
-    return (paths[0], strengths[0] if strengths else 1.0) if len(paths) == 1 else None
+    is_record = len(paths) == 1 and not any(map(_is_file_name, table))
+    return (paths[0], strengths[0] if strengths else 1.0) if is_record else None
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str | Path) and number_of(value) is None
+
+
+def _is_file_name(value: Any) -> bool:
+    """Return whether a value is the path of a file that is there, or that has the ending of one."""
+    return _is_word(value) and (str(value).endswith(ENDINGS) or exists(with_found_ending(str(value))))
 
 
 def wrong_adapter(value: Any, *, in_memory: bool = False) -> UsageError:

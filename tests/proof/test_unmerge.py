@@ -210,7 +210,9 @@ def test_mistakes_are_answered_with_the_line(files: Path, monkeypatch: pytest.Mo
         (["base.safetensors"], "only outputs of lora-merge carry a recipe; name its adapters"),
         ([plain, "a.safetensors"], f"write lora-merge unmerge {plain} a.safetensors -o plain-unmerged.safetensors"),
         (["merged.safetensors"], "write lora-merge unmerge merged.safetensors -o merged-unmerged.safetensors"),
-        (["merged.safetensors", "dora.safetensors", *out], f"write lora-merge unmerge merged.safetensors a.safetensors {' '.join(out)}"),
+        (["merged.safetensors", "dora.safetensors", *out], "merge it at a negative strength"),
+        (["merged.safetensors", "dora.safetensors", "b.safetensors", *out],
+         f"write lora-merge unmerge merged.safetensors a.safetensors b.safetensors {' '.join(out)}"),
     ):  # fmt: skip
         code, _, err = run("unmerge", *words)
         assert code in (2, 3, 4) and err.endswith(f"{right}\n") and "``" not in err, err

@@ -282,7 +282,7 @@ def _extracted_modules(
     chosen = [f"--{name}" for name in ("include", "exclude") if getattr(job, name)]
     nothing = InputError("nothing to extract: all compared weights are equal",
                          f"{extraction.base.path} and {extraction.tuned.path}",
-                         f"to compare all, leave {' and '.join(chosen)} out" if chosen
+                         f"leave {' and '.join(chosen)} out, to compare all" if chosen
                          else "give the base and the tuned checkpoint")  # fmt: skip
     # Step 2: the modules that changed, in the order of the base.
     storage = Storage(algorithm_in(job.algorithm, to), extraction.dtype, 0.0, at)
