@@ -19,6 +19,7 @@ from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
 from ..job import Adapter, Job, make_job
+from ..models.names import names
 from ..options import OPTIONS
 from ..planning.recipe import KEY, parsed
 from ..text import quoted, shown
@@ -81,7 +82,9 @@ def read_recipe(index: Index, instead: str = MERGE_FROM_INPUTS) -> Recipe:
     """Return the recipe of an output; InputError where it has none (`instead`: what to do then) or a damaged one."""
     text = index.metadata.get(KEY)
     if text is None:
-        raise InputError("the file says nothing about how it was made", str(index.path),
+        what = names(index).what
+        where = f"{index.path}: {what}" if what.startswith(("a ", "an ")) else str(index.path)
+        raise InputError("the file says nothing about how it was made", where,
                          f"only outputs of lora-merge carry a recipe; {instead}")  # fmt: skip
     return _checked(parsed(text), index.path)
 
