@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 ADAPTER_ORDER: Final = "adapters follow the base: `lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5`"
 
-_TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
-"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
+_TWO: Final = r"(?P<path>[^=]+?):(?!\d+[,/]\d+$)(?P<unet>-?\d*\.?\d+)[:,;/](?P<te>-?\d*\.?\d+)(?P<more>[:,;/][\d.,;/:-]+)?"
+"""Two strengths or more behind a file, as nodes of ComfyUI have them: of the model and of CLIP; 0,8 and 4/5 are one number."""
 
 _BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
 _BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
@@ -97,8 +97,12 @@ def check_last(words: Sequence[str], base: str) -> None:
 
 
 def check_two(text: str) -> None:
-    """Raise UsageError for an adapter with two strengths."""
+    """Raise UsageError for an adapter with two strengths, or more."""
     if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
+        if two["more"]:
+            by_block = re.sub("[:;/]", ",", text.removeprefix(f"{two['path']}:"))
+            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:1,lbw={by_block}"
+            raise UsageError("several strengths after one file", text[:200], fix)
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths after one file", text[:200], fix).instead(
             text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
@@ -165,9 +169,9 @@ def named_adapter(text: str) -> NamedAdapter:
     if (address := split(text)) is not None:
         return _at_address(text.removesuffix(address[1]), address[1])
     check_tag(text)
+    check_two(text)
     path, strength = split_strength(text)
     if strength is not None:
-        check_two(text)
         if not exists(path := completed(path)):
             check_parts(text)
             check_adapter(text)

@@ -1,8 +1,10 @@
 """Options of other programs, and strengths at the wrong place: each is refused with the user's own line corrected.
 
-A line is read by roles: files, strengths, options of ours. What has no counterpart here is left out, and the message
-says so. The options are those of sd-scripts, LyCORIS, supermerger, ComfyUI's nodes, diffusers, PEFT, LLaMA-Factory,
-Axolotl, Unsloth, FastChat, mergekit, llama.cpp and cp.
+A line is read by roles: files, strengths, options of ours. An option has its role by the words of its name, and its
+value must agree: a file, a number. An option that no words explain has the role of its value. What has no counterpart
+here is left out, and the message says so; never a number, a file or a path: if their role is not certain, there is
+advice in place of a line. The options are those of sd-scripts, musubi-tuner, LyCORIS, supermerger, ComfyUI's nodes,
+diffusers, PEFT, LLaMA-Factory, Axolotl, Unsloth, FastChat, mergekit, llama.cpp and cp.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -25,7 +28,7 @@ from ..options import OPTIONS, SWITCHED, Option, checked_value
 from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
-from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded
+from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded, strengths
 from .compat import FOREIGN_COMMANDS, check_dashes
 from .corrected_line import flags, is_adapter, line
 
@@ -56,16 +59,6 @@ class Foreign(NamedTuple):
     """Words of ours with {} for the value, or a role: the first form is meant whose option the command has."""
 
 
-def _names(words: str, endings: str = "") -> list[str]:
-    """Return the names of options: each word alone, and with each ending."""
-    return [f"--{word}{ending}" for word in words.split() for ending in ("", *endings.split())]
-
-
-def _joined(words: str, endings: str) -> list[str]:
-    """Return the names of options: each word with each ending."""
-    return [f"--{word}-{ending}" for word in words.split() for ending in endings.split()]
-
-
 def _use(form: str) -> Foreign:
     return Foreign(f"use `{form}`", (form,))
 
@@ -73,9 +66,6 @@ def _use(form: str) -> Foreign:
 def _leave(reason: str) -> Foreign:
     return Foreign(f"leave it out: {reason}", (LEFT_OUT,))
 
-
-_FILE: Final = "-path -name -name-or-path -model-name-or-path -dir -file"
-_FACTOR: Final = "strength ratio weight scale multiplier mul"
 
 STRENGTH_FORMS: Final = "write the strength after the file name: ADAPTER:0.8; or give `-s 0.8` for each adapter"
 THE_BASE: Final = "the base is the first word"
@@ -89,88 +79,67 @@ _LBW: Final = "use `--strength-for lbw=1,0,0,…` with a number for each block; 
 _DTYPE: Final = "use `--dtype fp16`, bf16 or fp32"
 _RANK: Final = "use `--rank N`, or a rule such as `--rank energy:0.9`"
 
-_MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
-    # Files.
-    (["--adapter-name"], _leave("not needed here")),  # a label in PEFT
-    (_names("base base-model sd-model pretrained pretrained-model", _FILE), Foreign(THE_BASE, ("--base {}", BASE))),
-    ([*_names("model ckpt checkpoint unet-name input source", _FILE), "-m"], Foreign(THE_BASE, (MODEL,))),
-    (_names("model-org original-model"), Foreign(_BEFORE, (BASE,))),
-    (_names("model-tuned tuned tuned-model finetuned-model fine-tuned-model trained-model"), Foreign(_AFTER, (TUNED,))),
-    ([*_names("lora loras lora-model lora-adapter adapter adapters adapter-model peft peft-model", _FILE),
-      *_names("models lora-paths lora-names network-weights")], Foreign(ADAPTER_ORDER, ("--adapter {}", ADAPTERS))),
-    ([*_joined("save output out export dump", "to as path dir file name folder directory model model-path"),
-      *_names("out outfile outdir export dest dst destination name target-model-path merged-model-path"),
-      "--filename-prefix"], Foreign("use `-o FILE`", ("-o {}",))),
-    # Strengths.
-    ([*_names("ratio ratios weight weights multiplier multipliers strengths"), "-w", "--lora-scaled",
-      *_joined("lora adapter network", f"{_FACTOR} strengths ratios weights scales multipliers")],
-     Foreign(STRENGTH_FORMS, (STRENGTHS,))),
-    (["--alpha"], Foreign(STRENGTH_FORMS, (ALPHA,))),
-    ([*_joined("te text-encoder clip", _FACTOR), "--strength-clip"],
-     Foreign(_PART, ("--strength-for te={}",))),
-    ([*_joined("unet model", _FACTOR), "--strength-model"],
-     Foreign(_PART, ("--strength-for unet={}",))),
-    (_names("exclude ignore"), Foreign(_PART, ("--strength-for {}=0",))),
-    (["--only"], Foreign(_PART, (ONLY,))),
-    (_names("no-te no-text-encoder unet-only"), _use("--strength-for te=0")),
-    (_names("lbw lbws block-weights lora-block-weight"), Foreign(_LBW, ("--strength-for lbw={}",))),
-    # Numbers of the output, ranks, methods.
-    ([*_joined("save out output torch export weight", "precision dtype type"), "--type", "--outtype"],
-     Foreign(_DTYPE, ("--dtype {}",))),
-    (["--precision"], Foreign(_DTYPE, (PRECISION,))),
-    (_names("quant quantize quantization export-quantization qtype save-method", "-type -format -bit -bits"),
-     Foreign("use --dtype with a quantised format, such as `--dtype nf4`", ("--dtype {}",))),
-    (_names("compute-precision calc-precision calc-dtype merge-precision merge-dtype working-dtype"),
-     Foreign("use `--compute-dtype fp32` or fp64", ("--compute-dtype {}",))),
-    (_names("fp16 float16 half"), _use("--dtype fp16")),
-    (_names("bf16 bfloat16"), _use("--dtype bf16")),
-    (_names("fp32 float32"), _use("--dtype fp32")),
-    (["--fp8"], _use("--dtype fp8_scaled")),
-    (["--load-in-4bit"], _use("--dtype nf4")),
-    (["--load-in-8bit"], _use("--dtype int8")),
-    ([*_names("rank new-rank dim lora-rank lora-r lora-dim network-dim network-rank target-rank svd-rank linear-dim"),
-      "-r"], Foreign(_RANK, ("--rank {}",))),
-    (_names("conv-dim new-conv-rank"), Foreign("use `--conv-rank N`", ("--conv-rank {}",))),
-    (["--dynamic-method"], Foreign("use a rule such as `--rank fro:0.9`", (RULE,))),
-    (["--dynamic-param"], Foreign("use --rank with the share in its rule, such as `--rank fro:0.9`", (SHARE,))),
-    (_names("lora-alpha network-alpha"), LORA_ALPHA),
-    (_names("combination-type merge-method merge-type"),
-     Foreign("use --method, such as `--method ties`", ("--method {}",))),
-    (_names("format to output-format target-format"),
-     Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
-    (["--majority-sign-method"], Foreign("use `--elect sum` or count", ("--elect {}",))),
-    # Others.
-    (["--metadata-title"], Foreign("use `--title TEXT`", ("--title {}",))),
-    ([*_names("force yes exist-ok"), "-f", "-y"], _use("--overwrite")),
-    ([*_names("plan simulate"), "-n"], _use("--dry-run")),
-    (_names("silent no-progress"), _use("-q")),
-    (_names("skip-verify no-check no-verification"), _use("--no-verify")),
-    (_names("cuda gpu use-gpu"), _use("--device cuda")),
-    (["--cpu"], _use("--device cpu")),
-    ([*_names("parallel jobs"), "-j"], Foreign("use `--workers N`", ("--workers {}",))),
-    (["--config"], Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", ())),
-    # Nothing to do.
-    (_names("threads num-threads n-threads num-workers"), _leave("all cores are used")),
-    (_names("low-vram lowvram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload"),
-     _leave("memory is limited in any case")),
-    (_names("max-shard-size out-shard-size export-size"), _leave("shards are those of the base")),
-    (_names("device-map export-device"), _leave("--device names the device")),
-    (["--no-overwrite"], _leave("nothing is overwritten without --overwrite")),
-    (_names("v2 is-v2 v-parameterization sdxl is-sdxl flux model-type model-arch arch architecture"),
-     _leave("the model is recognised")),
-    (_names("from input-format source-format"), _leave("the format is recognised")),
-    (_names("push-to-hub hub-model-id export-hub-model-id"),
-     _leave("send the output by hf upload OWNER/NAME FOLDER")),
-    (_names("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization "
-            "merge-and-unload use-safetensors template finetuning-type task-type clip-skip max-seq-length "
-            "safe-merge safe-fusing fuse-unet fuse-text-encoder "
-            "load-precision"), _leave("not needed here")),
-)  # fmt: skip
+_FACTOR: Final = "strengths?|ratios?|weights?|scales?|scaling|multipliers?|mul|factors?|coefs?|coefficients?|scaled"
+_ADAPTER: Final = "loras?|adapters?|peft|network|locon|lycoris"
+_OUTPUT: Final = "save|out|output|export|dump|dest|dst|destination|outfile|outdir|merged|result"
 
-FOREIGN_OPTIONS: Final[Mapping[str, Foreign]] = MappingProxyType(
-    {name: meaning for names, meaning in reversed(_MEANINGS) for name in names}
-)
-"""Option of another program → its meaning."""
+MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
+    # Nothing to do.
+    ("threads num-threads n-threads num-workers", _leave("all cores are used")),
+    ("low-?v?ram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload", _leave("memory is limited in any case")),
+    ("max-shard-size out-shard-size export-size", _leave("shards are those of the base")),
+    ("device-map export-device", _leave("--device names the device")),
+    ("no-overwrite", _leave("nothing is overwritten without --overwrite")),
+    ("v2 is-v2 v-parameterization sdxl is-sdxl flux model-type model-arch arch architecture",
+     _leave("the model is recognised")),
+    ("from input-format source-format", _leave("the format is recognised")),
+    ("push-to-hub hub-model-id export-hub-model-id", _leave("send the output by hf upload OWNER/NAME FOLDER")),
+    ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
+     "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile "
+     "safe-merge safe-fusing fuse-unet fuse-text-encoder load-precision adapter-name", _leave("not needed here")),
+    # Switches, formats, methods, numbers of the output.
+    ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
+    ("fp32 float32", _use("--dtype fp32")), ("fp8", _use("--dtype fp8_scaled")),
+    ("load-in-4bit", _use("--dtype nf4")), ("load-in-8bit", _use("--dtype int8")),
+    ("no-te no-text-encoder unet-only", _use("--strength-for te=0")),
+    ("force yes exist-ok -f -y", _use("--overwrite")), ("plan simulate -n", _use("--dry-run")),
+    ("silent no-progress", _use("-q")), ("skip-verify no-check no-verification", _use("--no-verify")),
+    ("cuda gpu use-gpu", _use("--device cuda")), ("cpu", _use("--device cpu")),
+    ("parallel jobs -j", Foreign("use `--workers N`", ("--workers {}",))),
+    ("config", Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", ())),
+    ("(?:quant|quantize|quantization|export-quantization|qtype|save-method)(?:-type|-format|-bits?)?",
+     Foreign("use --dtype with a quantised format, such as `--dtype nf4`", ("--dtype {}",))),
+    ("(?:compute|calc|merge)-precision (?:calc|merge|working)-dtype",
+     Foreign("use `--compute-dtype fp32` or fp64", ("--compute-dtype {}",))),
+    ("type outtype (?:save|out|output|torch|export|weight)-(?:precision|dtype|type)", Foreign(_DTYPE, ("--dtype {}",))),
+    ("precision", Foreign(_DTYPE, (PRECISION,))),
+    ("dynamic-method", Foreign("use a rule such as `--rank fro:0.9`", (RULE,))),
+    ("dynamic-param", Foreign("use --rank with the share in its rule, such as `--rank fro:0.9`", (SHARE,))),
+    ("combination-type merge-method merge-type", Foreign("use --method, such as `--method ties`", ("--method {}",))),
+    ("format to output-format target-format", Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
+    ("majority-sign-method", Foreign("use `--elect sum` or count", ("--elect {}",))),
+    ("metadata-title", Foreign("use `--title TEXT`", ("--title {}",))),
+    # Strengths.
+    ("lbws? block-weights lora-block-weight", Foreign(_LBW, ("--strength-for lbw={}",))),
+    ("exclude ignore", Foreign(_PART, ("--strength-for {}=0",))), ("only", Foreign(_PART, (ONLY,))),
+    ("conv-alpha", Foreign(LORA_ALPHA.advice, ())), ("(?:lora|network|adapter)-alpha", LORA_ALPHA),
+    (f"te|text-encoder|clip+{_FACTOR}", Foreign(_PART, ("--strength-for te={}",))),
+    (f"ratios? weights? multipliers? strengths -w {_ADAPTER}+{_FACTOR}", Foreign(STRENGTH_FORMS, (STRENGTHS,))),
+    (f"unet|model+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
+    ("alpha alpha+", Foreign(STRENGTH_FORMS, (ALPHA,))),
+    # Ranks.
+    ("conv-dim conv+dim|rank", Foreign("use `--conv-rank N`", ("--conv-rank {}",))),
+    ("rank dim -r rank|dim|r+", Foreign(_RANK, ("--rank {}",))),
+    # Files.
+    (f"name filename-prefix {_OUTPUT}+ target+path|file|folder|dir", Foreign("use `-o FILE`", ("-o {}",))),
+    (f"loras? adapters? models {_ADAPTER}+", Foreign(ADAPTER_ORDER, ("--adapter {}", ADAPTERS))),
+    ("tuned|finetuned|fine-tuned|trained+", Foreign(_AFTER, (TUNED,))),
+    ("org|orig|original+", Foreign(_BEFORE, (BASE,))),
+    ("base base|pretrained|sd-model+", Foreign(THE_BASE, ("--base {}", BASE))),
+    ("model -m model|ckpt|checkpoint|unet|dit|transformer|source|input+", Foreign(THE_BASE, (MODEL,))),
+)  # fmt: skip
+"""Names of options → their meaning; the first that fits. A pattern is a whole name, or words that it has, with a "+"
+after each: `conv+dim|rank` is for "conv-rank" and "new-rank-conv"."""
 
 OTHER_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({
     "--dtype": {"fp8": "fp8_scaled", **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
@@ -195,22 +164,51 @@ SIMILAR: Final = 0.9
 
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
+NOT_KNOWN: Final = "not known here"
+"""The reason to leave out an option without a role."""
+
 LINEAR: Final = (SUM, "compose")
 """The methods without a factor for the combined change."""
 
 
-def meaning_of(name: str, *, near: bool = False) -> Foreign | None:
-    """Return the meaning of an option of another program. `near`: also of one in a slightly other spelling."""
-    plain = _hyphened(name)
-    plain = (
-        plain if plain in FOREIGN_OPTIONS else re.sub("(?<=[a-z])(-?[0-9]+|-[a-d])$", "", plain)
-    )  # --lora2, --lora-b
-    return FOREIGN_OPTIONS.get(next(iter(alike(plain, FOREIGN_OPTIONS, SIMILAR) if near else ()), plain))
+@cache
+def _vocabulary() -> list[str]:
+    """Return the longer words of the names, among which a misspelt one is looked for."""
+    return sorted({word for pattern, _ in MEANINGS for word in re.findall("[a-z]{5,}", pattern)})
+
+
+def _spellings(name: str) -> tuple[str, str, str]:
+    """Return the name of an option as patterns have it: itself; without numbers, as of --lora2 and --lora-b; and with
+    the words that misspelt ones were meant as."""
+    plain = _hyphened(name).removeprefix("--")
+    alone = re.sub("(?<=[a-z])(?:-?[0-9]+(?![a-z0-9])|-[a-d]$)", "", plain)
+    words = ("".join(_most_like(word, _vocabulary(), SIMILAR)) or word for word in alone.split("-"))
+    return plain, alone, "-".join(words)
+
+
+def meaning_of(name: str, known: Collection[str] = ()) -> Foreign | None:
+    """Return the meaning of an option of another program; None for another. `known`: the options of the command, of
+    which a misspelt one has none."""
+    plain, alone, right = _spellings(name)
+    for pattern, meaning in MEANINGS:
+        if any(re.fullmatch(whole, word) for whole in pattern.split() if "+" not in whole for word in (plain, alone)):
+            return meaning
+    if _hyphened(name) in known or alike(_hyphened(name), known, SIMILAR):
+        return None
+    fitting = (meaning for pattern, meaning in MEANINGS if any(_fits(words, right) for words in pattern.split()))
+    return next(fitting, None)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Return whether a name is that of a pattern, or has its words."""
+    if "+" not in pattern:
+        return re.fullmatch(pattern, name) is not None
+    return all(re.search(rf"(?<![^-])(?:{word})(?![^-])", name) for word in pattern.split("+") if word)
 
 
 def advice_on(meaning: Foreign, known: Collection[str]) -> str:
     """Return the advice on an option of another program to a command with these options; "" without one that fits."""
-    of_rank = {"--rank {}", RULE, SHARE} & {*meaning.forms}
+    of_rank = {"--rank {}", "--conv-rank {}", RULE, SHARE} & {*meaning.forms}
     advice = SAME_RANK if of_rank and "--rank" not in known else meaning.advice
     named = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", advice.partition("`lora-merge ")[0])
     return advice if {*named} <= {*known} else ""
@@ -257,43 +255,58 @@ class TypedLine:
     """RULE and SHARE → value."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Option as it is typed → reason."""
+    conflicts: list[str] = field(default_factory=list)
+    """What has two values."""
 
     def take(self, args: Sequence[str]) -> TypedLine:
         """Return itself with the words of a line; NotClear for a word without a role."""
-        option, form = "", ""
+        option, form, value, fresh = "", "", "", False
         for word in (part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])):
+            before, value = value, ""
             if word.startswith("-") and len(word) > 1 and not right_form(word):
-                self._expect_value(option, form)
-                option, form = word, self._form(word)
-            elif form == LEFT_OUT and not _names_file(word):
-                typed, reason = self.left_out.pop()
-                self.left_out.append((f"{typed} {word}", reason))
+                self._expect_value(option, form, fresh=fresh)
+                option, form, fresh = word, self._form(word), True
+                continue
+            if form == LEFT_OUT and not _names_file(word):
+                self._leave_out(word)
                 form = ""
             elif form == SWITCH and word.lower() in SWITCHED:
                 self.settings = self.settings if SWITCHED[word.lower()] else self.settings[:-1]
                 form = ""
-            elif form in ("", LEFT_OUT, SWITCH, *SEVERAL):
+            elif right_form(before) and right_form(word) and not exists(word):  # --rank 4 8
+                self.conflicts.append(f"{option} has two values, {before} and {word}")
+            elif form in ("", LEFT_OUT, SWITCH) or (form in SEVERAL and not fresh):
                 self._take_word(word, form)
                 form = "" if form in (LEFT_OUT, SWITCH) else form
             else:
+                value = "" if form in (STRENGTH, ALPHA, *SEVERAL) else word
                 form = self._take_value(option, form, word)
-        self._expect_value(option, form)
+            fresh = False
+        self._expect_value(option, form, fresh=fresh)
         return self
 
-    def _expect_value(self, option: str, form: str) -> None:
-        if form not in ("", LEFT_OUT, SWITCH, *SEVERAL):
+    def _expect_value(self, option: str, form: str, *, fresh: bool) -> None:
+        if fresh and form not in ("", LEFT_OUT, SWITCH):
             raise NotClear(option)
+
+    def _leave_out(self, value: str) -> None:
+        """Leave out a value with its option; NotClear for one of an unknown option that may be of use."""
+        typed, reason = self.left_out.pop()
+        if reason == NOT_KNOWN and (_numbers_in(value) or _looks_like_path(value)):
+            raise NotClear(value)
+        self.left_out.append((f"{typed} {value}", reason))
 
     def _form(self, option: str) -> str:
         """Return the form of an option with a value after it; SWITCH for one without, which is taken at once."""
         name = _hyphened(option)
-        name = name if name in FOREIGN_OPTIONS else next(iter(alike(name, self.known, SIMILAR)), name)
+        meaning = meaning_of(option, self.known)
+        name = name if meaning else next(iter(alike(name, self.known, SIMILAR)), name)
         if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
             return STRENGTH
         if name in self.known:
             forms: tuple[str, ...] = (name if self.known[name].is_flag else f"{name} {{}}",)
         else:
-            meaning = meaning_of(option, near=True) or _leave("not known here")
+            meaning = meaning or _leave(NOT_KNOWN)
             forms = meaning.forms
             if LEFT_OUT in forms:
                 self.left_out.append((option, meaning.advice.removeprefix("leave it out: ")))
@@ -315,17 +328,25 @@ class TypedLine:
         elif (form == STRENGTHS and not _names_file(word)) or word.endswith((".yaml", ".yml")):
             raise NotClear(word)
         else:
-            (self.adapters if form == ADAPTERS else self.plain).extend(_in_our_syntax(word))
+            words = _in_our_syntax(word)
+            if form and not all(map(_looks_like_path, words)):
+                raise NotClear(word)
+            by_value = form and all(is_adapter(_Term.of(word).path) for word in words)
+            (self.adapters if by_value else self.plain).extend(words)
 
     def _take_value(self, option: str, form: str, value: str) -> str:
         """Take the value of an option; return the role of the next word."""
         typed = f"{option} {value}"
+        self._check_role(form, value)
         if form == ALPHA:
             number = right_form(value)
             form = STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
-        if form in (STRENGTH, STRENGTHS):
+        if form in SEVERAL:
+            self._take_word(value, form)
+            return form
+        if form == STRENGTH:
             self.numbers.append(value)
-            return STRENGTHS if form == STRENGTHS else ""
+            return ""
         if form in (RULE, SHARE):
             self.of_rank[form] = value
         elif form == ONLY and value not in ONLY_PARTS:
@@ -334,13 +355,20 @@ class TypedLine:
             self.settings.append(Setting(typed, ("--strength-for", ONLY_PARTS[value])))
         elif form.startswith("-") and _hyphened(option) not in self.known:
             self.settings.append(Setting(typed, self.words_for(form, value)))
-        elif form != MODEL or not self.command.merges:
-            self.settings.append(Setting(typed, (form.split()[0], value)))
-        elif _names_file(value) and is_adapter(value):
+        elif form == MODEL and not self.command.merges:
+            self.plain.append(value)
+        elif form == MODEL and _names_file(value) and is_adapter(value):
             self.adapters.append(value)
         else:
-            self.settings.append(Setting(typed, (BASE, value)))
+            self.settings.append(Setting(typed, (BASE if form == MODEL else form.split()[0], value)))
         return ""
+
+    def _check_role(self, form: str, value: str) -> None:
+        """Raise NotClear for a value that is none of the role that the words of its option have."""
+        plain = _numbers_in(value) or value.lower() in SWITCHED
+        files = form in (BASE, MODEL, TUNED)
+        if (files and not _looks_like_path(value)) or (plain and form in ("-o {}", ADAPTERS) and not exists(value)):
+            raise NotClear(value)
 
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
@@ -378,7 +406,7 @@ class Correction(NamedTuple):
 def corrected(reading: TypedLine) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
     files, first = _files(reading)
-    left_out, conflicts, numbers = [*reading.left_out], list[str](), reading.numbers
+    left_out, conflicts, numbers = [*reading.left_out], [*reading.conflicts], reading.numbers
     settings = _settings(reading, left_out, conflicts)
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
     weighted, has_options = "weights" in reading.command.options, bool(reading.command.options)
@@ -439,8 +467,14 @@ def _stated_alphas(settings: list[Setting], terms: Sequence[_Term]) -> list[tupl
 def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int, *, weighted: bool) -> str:
     """Return what is wrong with the strengths as they are typed; "" for nothing. `count`: of those by option."""
     stated = [term for term in terms if term.strength or term.parts]
+    if reading.conflicts:
+        return reading.conflicts[0]
     if reading.strays:
         return f"a number is not an adapter: {' '.join(reading.strays)}"
+    try:
+        _ = [float(n) for text in reading.numbers for n in text.split(",")] if weighted else strengths(reading.numbers, 0)
+    except (UsageError, ValueError):
+        return f"{OWN_WEIGHTS if weighted else OWN_STRENGTHS[1]} has another syntax: {' '.join(reading.numbers)}"
     if weighted:
         return "snapshots have weights, not strengths" if stated else ""
     if not count or (count == len(terms) and not stated):
@@ -463,8 +497,8 @@ def _states_alpha(path: str) -> bool:
 def _files(reading: TypedLine) -> tuple[list[str], int]:
     """Return the files in the order of our commands, and the number of those that are no adapters."""
     named = {path for word in reading.adapters for path in (word, _Term.of(word).path)}
-    command, base, tuned, model = reading.command, *(reading.file(role) for role in (BASE, TUNED, MODEL))
-    others = [*model, *(word for word in reading.plain if word not in named)]
+    command, base, tuned = reading.command, reading.file(BASE), reading.file(TUNED)
+    others = [word for word in reading.plain if word not in named]
     first = 2 if command.inputs == "checkpoints" else int(command.merges)
     if first == 2:
         files = [*base, *tuned, *others] if base else [*others, *tuned]
@@ -473,7 +507,8 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     else:
         files = [*others[:1], *reading.adapters, *others[1:]]
     most = len(files) if command.several or command.merges else max(first, 1)
-    swapped = first == 1 and base and not all(map(is_adapter, filter(_names_file, files[1:])))
+    named_by_others = first == 1 and (base or reading.left_out)
+    swapped = named_by_others and not all(is_adapter(_Term.of(word).path) for word in filter(_names_file, files[1:]))
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
         raise NotClear(" ".join(files))
     if command.merges and files[0] in files[1:]:  # a base is not its own adapter
@@ -483,7 +518,7 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
 
 def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: list[str]) -> list[Setting]:
     """Return the options of ours, the output first; add what is left out, and what has two values."""
-    settings, rule = [s for s in reading.settings if s.words[0] not in (PRECISION, BASE, TUNED, MODEL)], ""
+    settings, rule = [s for s in reading.settings if s.words[0] not in (PRECISION, BASE, TUNED)], ""
     # Step 1: a precision is that of the computation if the line has another one for the output.
     for setting in (s for s in reading.settings if s.words[0] == PRECISION):
         name = "--compute-dtype" if any(s.words[0] == "--dtype" for s in settings) else "--dtype"
@@ -502,7 +537,7 @@ def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: li
         settings = [Setting("--dynamic-param", ("--rank", rule)), *settings]
     # Step 3: two spellings of one option have one value.
     by_place = dict[Any, Setting]()
-    for setting in (*(s for s in reading.settings if s.words[0] in (BASE, TUNED, MODEL)), *settings):
+    for setting in (*(s for s in reading.settings if s.words[0] in (BASE, TUNED)), *settings):
         name, *value = setting.words
         parameter = reading.known.get(name)
         several = parameter is not None and parameter.multiple
@@ -512,7 +547,7 @@ def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: li
         if before.words[1:] != setting.words[1:] and foreign:
             conflicts.append(f"{before.typed} and {setting.typed} contradict each other")
         by_place[place] = setting
-    kept = [s for s in by_place.values() if s.words[0] not in (BASE, TUNED, MODEL)]
+    kept = [s for s in by_place.values() if s.words[0] not in (BASE, TUNED)]
     return sorted(kept, key=lambda s: s.words[0] not in ("-o", "--output"))
 
 
@@ -582,6 +617,11 @@ def _names_file(word: str) -> bool:
     return exists(word) or exists(with_found_ending(split_strength(word.partition(",")[0])[0]))
 
 
+def _looks_like_path(word: str) -> bool:
+    """Return whether a word names a file, or is written as a path or an address is."""
+    return _names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
+
+
 def _numbers_in(word: str) -> list[str]:
     """Return the numbers of "0.7", "0.7,0.3", "0.7:0.3" or "[0.7, 0.3]" in our form; [] for other words."""
     numbers = [right_form(number) for number in re.split(r"[,:;\s]+", word.strip("[](),;"))]
@@ -599,7 +639,7 @@ def corrected_line(command: str, args: Sequence[str], commands: Mapping[str, Any
     reading = TypedLine(row, known, required)
     try:
         reading.take(args)
-        of_adapters = len(reading.adapters) > 1 and not (reading.plain or reading.file(BASE) or reading.file(MODEL))
+        of_adapters = len(reading.adapters) > 1 and not (reading.plain or reading.file(BASE))
         if command == MERGE and of_adapters:  # adapters alone: they become one adapter
             return corrected_line("combine", args, commands)
         return corrected(reading)
@@ -651,9 +691,9 @@ def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
     plain = _hyphened(name)
     if plain in known or (command not in COMMANDS and f"{plain}s" in known):
         return False
-    if plain in FOREIGN_OPTIONS or plain[2:].replace("-", "_") in OPTIONS or plain in OWN_STRENGTHS:
-        return plain in FOREIGN_OPTIONS or (command in COMMANDS and plain in OWN_STRENGTHS)
-    return not alike(plain, known, SIMILAR) and meaning_of(name, near=True) is not None
+    ours = plain[2:].replace("-", "_") in OPTIONS or plain in OWN_STRENGTHS
+    meaning = meaning_of(name, [*known, plain] if ours else known)
+    return meaning is not None or (command in COMMANDS and plain in OWN_STRENGTHS)
 
 
 def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
@@ -663,8 +703,13 @@ def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
     words = {option[2:]: option for option in long}
     if not name.startswith("--"):
         return []
-    swapped = [word for word in words if sorted(word) == sorted(name[2:])]
-    return [words[word] for word in swapped[:1] or get_close_matches(name[2:], words, 1, cutoff)]
+    return [words[word] for word in _most_like(name[2:], words, cutoff)]
+
+
+def _most_like(word: str, words: Collection[str], cutoff: float) -> list[str]:
+    """Return the word that has the same letters, or else is spelled most like another one, if there is one."""
+    swapped = [other for other in words if sorted(other) == sorted(word)]
+    return swapped[:1] or get_close_matches(word, words, 1, cutoff)
 
 
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
@@ -689,6 +734,6 @@ def _advices(foreign: Sequence[str], command: str, parameters: Sequence[Any]) ->
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"
     usage = f"{THE_BASE}; {ADAPTER_ORDER}" if command == MERGE else usage
-    meanings = [meaning_of(name) or Foreign(STRENGTH_FORMS, (STRENGTHS,)) for name in foreign]
+    meanings = [meaning_of(name, known) or Foreign(STRENGTH_FORMS, (STRENGTHS,)) for name in foreign]
     advices = [usage if {BASE, MODEL, TUNED, ADAPTERS} & {*m.forms} else advice_on(m, known) for m in meanings]
     return "; ".join(filter(None, dict.fromkeys(advices))) or f"see `lora-merge help {command}`"

@@ -266,8 +266,10 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
         if missing is not None and missing.param_type_name == "argument":
             required = [p for p in known.params if p.param_type_name == "argument" and p.required][len(plain) :]
             names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
-            right = [*called, *plain, *names, *options]
-            return f"write {line(in_places(right, flags(known.params)) or right)}; "
+            right = in_places([*called, *plain, *names, *options], flags(known.params))
+            other_way = in_places([*called, "BASE", *plain, *options], flags(known.params)) if names == ["TUNED"] else []
+            or_so = f"or, if {plain[0]} is the model after the training, {line(other_way)}; " if other_way else ""
+            return f"write {line(right or [*called, *plain, *names, *options])}; {or_so}"
         if extra := _extra(text):
             files = plain[: len(plain) - len(extra)]
             if plain[len(files) :] == extra:

@@ -111,7 +111,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --fp16 --save_precision bf16", ["--fp16 and --save_precision bf16 contradict each other"]),
     ("base one:0.5 --lora-weight 0.8", ["one has two strengths, 0.5 and 0.8"]),
     ("base one --clip-skip 2 --template llama3 --out x", ["leave out --clip-skip 2, --template llama3 (not needed here); write"]),
-    ("base one --nonsense 3 --threads 4", ["--nonsense 3 (not known here) and --threads 4 (all cores are used)"]),
+    ("base one --nonsense x --threads 4", ["--nonsense x (not known here) and --threads 4 (all cores are used)"]),
     ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
     ("base one two --ratio 0.8", ["give one for each adapter, such as lora-merge base one:0.8 two:0.8"]),
