@@ -101,9 +101,16 @@ Scalar: TypeAlias = Annotated[
 ]
 
 
+LEAST_BYTES: Final = 1_000_000
+"""The least size without a unit: a smaller number, such as 4, was not meant as bytes."""
+
+
 def _size(value: Any) -> Any:
     try:
         if isinstance(value, int | str) and not isinstance(value, bool) and parse_size(value):
+            if str(value).strip().isdigit() and int(value) < LEAST_BYTES:
+                unit = "GiB" if int(value) < 128 else "MiB"
+                raise ValueError(f"{value} is a number of bytes; write it with its unit, like {value}{unit}")
             return value
     except UsageError:
         pass
@@ -145,7 +152,8 @@ def _rule(value: Any) -> Any:
 
 Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
-    "type": ["string", "integer"], "minimum": 1, "pattern": r"^\s*\d+(\.\d+)?\s*([KkMmGg][Ii]?)?[Bb]?\s*$",
+    "type": ["string", "integer"], "minimum": LEAST_BYTES,
+    "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{6,}|\d+\s*[Bb])\s*$",
 })]  # fmt: skip
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({
     "type": "string", "pattern": f"^({DEVICE})$",

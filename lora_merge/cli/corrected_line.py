@@ -262,6 +262,7 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
             adapters[n] = f"{_bare(adapters[n])}{strength}{adapters[n].removeprefix(_bare(adapters[n]))}"
         right = in_places([_bare(model), *(adapters or [f"ADAPTER{strength}"]), *options], known[MERGE])
         way = "a base has no strength" if model == plain[0] else "name the base first"
+        way += f", so {strength} is left out" if strength and adapters and not free else ""
         return f"{way}: {line(right)}" if right else way
     filled = in_places(["BASE", *words], known[MERGE])
     first = f"name the base first: {line(filled)}" if filled else "name the base first"

@@ -472,7 +472,8 @@ def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int, *, weighted
     if reading.strays:
         return f"a number is not an adapter: {' '.join(reading.strays)}"
     try:
-        _ = [float(n) for text in reading.numbers for n in text.split(",")] if weighted else strengths(reading.numbers, 0)
+        _ = [*map(float, ",".join(reading.numbers or ["1"]).split(","))] if weighted else []
+        _ = strengths([text for text in reading.numbers if not right_form(text)], 0)
     except (UsageError, ValueError):
         return f"{OWN_WEIGHTS if weighted else OWN_STRENGTHS[1]} has another syntax: {' '.join(reading.numbers)}"
     if weighted:

@@ -267,8 +267,9 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
             required = [p for p in known.params if p.param_type_name == "argument" and p.required][len(plain) :]
             names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
             right = in_places([*called, *plain, *names, *options], flags(known.params))
-            other_way = in_places([*called, "BASE", *plain, *options], flags(known.params)) if names == ["TUNED"] else []
-            or_so = f"or, if {plain[0]} is the model after the training, {line(other_way)}; " if other_way else ""
+            other = [*called, "BASE", *plain, *options] if right and names == ["TUNED"] else []
+            turned = in_places(other, flags(known.params))
+            or_so = f"or, if {plain[0]} is the model after the training, {line(turned)}; " if turned else ""
             return f"write {line(right or [*called, *plain, *names, *options])}; {or_so}"
         if extra := _extra(text):
             files = plain[: len(plain) - len(extra)]

@@ -671,7 +671,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base lora -o loras/ink.safetensors", "choose another -o, or give --overwrite; write lora-merge base lora -o loras/ink.safetensors --overwrite"),
     ("combine base lora -o x", "name a LoRA or another adapter; to merge one into this model: lora-merge base lora"),
     ("resize base --rank 2", "name a LoRA or another adapter"),
-    ("base:0.5 lora", "name the base first: lora-merge base lora"),
+    ("base:0.5 lora", "a base has no strength: lora-merge base lora:0.5"),
     ("base", "name an adapter; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
