@@ -25,7 +25,7 @@ from ..errors import MergeError, UsageError
 from ..merge_methods import SUM
 from ..option_texts import value_of
 from ..options import OPTIONS, SWITCHED, Option, checked_value
-from ..paths import exists, expand, split_strength, with_found_ending
+from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded, strengths
@@ -43,6 +43,9 @@ PRECISION, ALPHA, ONLY, RULE, SHARE = "PRECISION", "ALPHA", "ONLY", "RULE", "SHA
 
 LEFT_OUT: Final = "LEFT_OUT"
 """The role of a value, if there is one, with nothing to do here."""
+
+OTHER_FILE, JOBS = "OTHER_FILE", "JOBS"
+"""Roles of files: one of the pipeline that is left out, whatever the value is; a jobs file."""
 
 SWITCH: Final = "SWITCH"
 """The role of "true" or "false" after an option that has no value here."""
@@ -85,18 +88,21 @@ _OUTPUT: Final = "save|out|output|export|dump|dest|dst|destination|outfile|outdi
 
 MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     # Nothing to do.
-    ("threads num-threads n-threads num-workers", _leave("all cores are used")),
+    ("-t threads num-threads n-threads num-workers", _leave("all cores are used")),
     ("low-?v?ram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload", _leave("memory is limited in any case")),
-    ("max-shard-size out-shard-size export-size", _leave("shards are those of the base")),
+    ("(?:max-|out-)?shard-size export-size", _leave("shards are those of the base")),
     ("device-map export-device", _leave("--device names the device")),
+    ("cfg cfg-scale guidance-scale steps sampler scheduler prompt negative-prompt width height",
+     _leave("a merge makes no picture")),
     ("no-overwrite", _leave("nothing is overwritten without --overwrite")),
     ("v2 is-v2 v-parameterization sdxl is-sdxl flux model-type model-arch arch architecture",
      _leave("the model is recognised")),
     ("from input-format source-format", _leave("the format is recognised")),
     ("push-to-hub hub-model-id export-hub-model-id", _leave("send the output by hf upload OWNER/NAME FOLDER")),
     ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
-     "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile "
-     "safe-merge safe-fusing fuse-unet fuse-text-encoder load-precision adapter-name", _leave("not needed here")),
+     "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
+     "safe-merge safe-fusing fuse-unet fuse-text-encoder load-precision adapter-name group-size log-level",
+     _leave("not needed here")),
     # Switches, formats, methods, numbers of the output.
     ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
     ("fp32 float32", _use("--dtype fp32")), ("fp8", _use("--dtype fp8_scaled")),
@@ -106,8 +112,8 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("silent no-progress", _use("-q")), ("skip-verify no-check no-verification", _use("--no-verify")),
     ("cuda gpu use-gpu", _use("--device cuda")), ("cpu", _use("--device cpu")),
     ("parallel jobs -j", Foreign("use `--workers N`", ("--workers {}",))),
-    ("config", Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", ())),
-    ("(?:quant|quantize|quantization|export-quantization|qtype|save-method)(?:-type|-format|-bits?)?",
+    ("config", Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", (JOBS,))),
+    ("bits (?:quant|quantize|quantization|export-quantization|qtype|save-method)(?:-type|-format|-bits?)?",
      Foreign("use --dtype with a quantised format, such as `--dtype nf4`", ("--dtype {}",))),
     ("(?:compute|calc|merge)-precision (?:calc|merge|working)-dtype",
      Foreign("use `--compute-dtype fp32` or fp64", ("--compute-dtype {}",))),
@@ -116,7 +122,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("dynamic-method", Foreign("use a rule such as `--rank fro:0.9`", (RULE,))),
     ("dynamic-param", Foreign("use --rank with the share in its rule, such as `--rank fro:0.9`", (SHARE,))),
     ("combination-type merge-method merge-type", Foreign("use --method, such as `--method ties`", ("--method {}",))),
-    ("format to output-format target-format", Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
+    ("format to target output-format target-format", Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
     ("majority-sign-method", Foreign("use `--elect sum` or count", ("--elect {}",))),
     ("metadata-title", Foreign("use `--title TEXT`", ("--title {}",))),
     # Strengths.
@@ -127,6 +133,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     (f"ratios? weights? multipliers? strengths -w {_ADAPTER}+{_FACTOR}", Foreign(STRENGTH_FORMS, (STRENGTHS,))),
     (f"unet|model+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
     ("alpha alpha+", Foreign(STRENGTH_FORMS, (ALPHA,))),
+    ("vae|ae|clip|t|t5xxl|te|text-encoder|llm+", Foreign("leave it out: a merge is into one file", (OTHER_FILE,))),
     # Ranks.
     ("conv-dim conv+dim|rank", Foreign("use `--conv-rank N`", ("--conv-rank {}",))),
     ("rank dim -r rank|dim|r+", Foreign(_RANK, ("--rank {}",))),
@@ -136,7 +143,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("tuned|finetuned|fine-tuned|trained+", Foreign(_AFTER, (TUNED,))),
     ("org|orig|original+", Foreign(_BEFORE, (BASE,))),
     ("base base|pretrained|sd-model+", Foreign(THE_BASE, ("--base {}", BASE))),
-    ("model -m model|ckpt|checkpoint|unet|dit|transformer|source|input+", Foreign(THE_BASE, (MODEL,))),
+    ("model -m model|ckpt|checkpoint|unet|dit|transformer|source|src|input|file|path+", Foreign(THE_BASE, (MODEL,))),
 )  # fmt: skip
 """Names of options → their meaning; the first that fits. A pattern is a whole name, or words that it has, with a "+"
 after each: `conv+dim|rank` is for "conv-rank" and "new-rank-conv"."""
@@ -209,7 +216,7 @@ def _fits(pattern: str, name: str) -> bool:
 def advice_on(meaning: Foreign, known: Collection[str]) -> str:
     """Return the advice on an option of another program to a command with these options; "" without one that fits."""
     of_rank = {"--rank {}", "--conv-rank {}", RULE, SHARE} & {*meaning.forms}
-    advice = SAME_RANK if of_rank and "--rank" not in known else meaning.advice
+    advice = SAME_RANK if of_rank and "--rank" not in known and "-s" in known else meaning.advice
     named = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", advice.partition("`lora-merge ")[0])
     return advice if {*named} <= {*known} else ""
 
@@ -241,6 +248,8 @@ class TypedLine:
     """Option of the command → its parameter."""
     required: int
     """The number of files that the command needs."""
+    foreign: bool = False
+    """Whether an option is none of the command."""
     settings: list[Setting] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
     """Files without an option."""
@@ -267,7 +276,7 @@ class TypedLine:
                 self._expect_value(option, form, fresh=fresh)
                 option, form, fresh = word, self._form(word), True
                 continue
-            if form == LEFT_OUT and not _names_file(word):
+            if form == OTHER_FILE or (form == LEFT_OUT and not _names_file(word)):
                 self._leave_out(word)
                 form = ""
             elif form == SWITCH and word.lower() in SWITCHED:
@@ -308,7 +317,8 @@ class TypedLine:
         else:
             meaning = meaning or _leave(NOT_KNOWN)
             forms = meaning.forms
-            if LEFT_OUT in forms:
+            self.foreign = True
+            if {LEFT_OUT, OTHER_FILE} & {*forms}:
                 self.left_out.append((option, meaning.advice.removeprefix("leave it out: ")))
         form = next((form for form in forms if not form.startswith("-") or form.split()[0] in self.known), None)
         if form is None:
@@ -336,39 +346,46 @@ class TypedLine:
 
     def _take_value(self, option: str, form: str, value: str) -> str:
         """Take the value of an option; return the role of the next word."""
-        typed = f"{option} {value}"
-        self._check_role(form, value)
-        if form == ALPHA:
-            number = right_form(value)
-            form = STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
+        typed, form = f"{option} {value}", self._agreed(form, value)
         if form in SEVERAL:
             self._take_word(value, form)
             return form
         if form == STRENGTH:
             self.numbers.append(value)
-            return ""
-        if form in (RULE, SHARE):
+        elif form == "":
+            self.plain.append(value)
+        elif form == LEFT_OUT:
+            self.left_out.append((typed, "the format is recognised"))
+        elif form in (RULE, SHARE):
             self.of_rank[form] = value
-        elif form == ONLY and value not in ONLY_PARTS:
-            raise NotClear(value)
-        elif form == ONLY:
-            self.settings.append(Setting(typed, ("--strength-for", ONLY_PARTS[value])))
         elif form.startswith("-") and _hyphened(option) not in self.known:
             self.settings.append(Setting(typed, self.words_for(form, value)))
-        elif form == MODEL and not self.command.merges:
-            self.plain.append(value)
-        elif form == MODEL and _names_file(value) and is_adapter(value):
-            self.adapters.append(value)
         else:
-            self.settings.append(Setting(typed, (BASE if form == MODEL else form.split()[0], value)))
+            self.settings.append(Setting(typed, (form.split()[0], value)))
         return ""
 
-    def _check_role(self, form: str, value: str) -> None:
-        """Raise NotClear for a value that is none of the role that the words of its option have."""
-        plain = _numbers_in(value) or value.lower() in SWITCHED
-        files = form in (BASE, MODEL, TUNED)
-        if (files and not _looks_like_path(value)) or (plain and form in ("-o {}", ADAPTERS) and not exists(value)):
+    def _agreed(self, form: str, value: str) -> str:
+        """Return the form of an option with this value, "" for a file as it is without an option; NotClear for a value
+        that is none of the role that the words of the option have."""
+        number, known = right_form(value), exists(with_found_ending(value))
+        plain = not known and (bool(_numbers_in(value)) or value.lower() in SWITCHED)
+        of_file = form in (BASE, MODEL, TUNED) and not _looks_like_path(value)
+        if "to" in self.command.options and form in (MODEL, "-o {}") and _is_format(value):  # --src peft --dst kohya
+            return LEFT_OUT if form == MODEL else "--to {}"
+        if form == ALPHA:
+            return STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
+        if form == ONLY and value in ONLY_PARTS:
+            return f"--strength-for {ONLY_PARTS[value]}"
+        if (
+            of_file
+            or form == ONLY
+            or (plain and form in ("-o {}", ADAPTERS))
+            or (form == JOBS and self.command.options)
+        ):
             raise NotClear(value)
+        if form == MODEL and self.command.merges:
+            return ADAPTERS if known and is_adapter(value) else BASE
+        return "" if form in (MODEL, JOBS) else form
 
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
@@ -380,7 +397,7 @@ class TypedLine:
             value = right_form(value)
         row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
         text = right_value(row, text) if row and value else text
-        if not value or not text:
+        if not value or not text or (name == "--to" and not _is_format(value)):
             raise NotClear(name)
         return name, text
 
@@ -405,6 +422,7 @@ class Correction(NamedTuple):
 
 def corrected(reading: TypedLine) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
+    _take_output(reading)
     files, first = _files(reading)
     left_out, conflicts, numbers = [*reading.left_out], [*reading.conflicts], reading.numbers
     settings = _settings(reading, left_out, conflicts)
@@ -495,6 +513,16 @@ def _states_alpha(path: str) -> bool:
     return any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
 
 
+def _take_output(reading: TypedLine) -> None:
+    """Take the last file of a line of another program as the output, if it is not there and nothing else is."""
+    *before, last = reading.plain or [""]
+    has_one = any(setting.words[0] in ("-o", "--output") for setting in reading.settings)
+    enough = len([*before, *reading.adapters]) >= reading.required and all(map(_names_file, before))
+    if reading.foreign and not has_one and enough and last.endswith(ENDINGS) and not _names_file(last):
+        reading.plain = before
+        reading.settings.append(Setting(last, ("-o", last)))
+
+
 def _files(reading: TypedLine) -> tuple[list[str], int]:
     """Return the files in the order of our commands, and the number of those that are no adapters."""
     named = {path for word in reading.adapters for path in (word, _Term.of(word).path)}
@@ -508,8 +536,8 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     else:
         files = [*others[:1], *reading.adapters, *others[1:]]
     most = len(files) if command.several or command.merges else max(first, 1)
-    named_by_others = first == 1 and (base or reading.left_out)
-    swapped = named_by_others and not all(is_adapter(_Term.of(word).path) for word in filter(_names_file, files[1:]))
+    models = (word for word in filter(_names_file, files[1:]) if not is_adapter(_Term.of(word).path))
+    swapped = reading.foreign and first == 1 and any(models)
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
         raise NotClear(" ".join(files))
     if command.merges and files[0] in files[1:]:  # a base is not its own adapter
@@ -618,6 +646,13 @@ def _names_file(word: str) -> bool:
     return exists(word) or exists(with_found_ending(split_strength(word.partition(",")[0])[0]))
 
 
+def _is_format(value: str) -> bool:
+    """Return whether a value is the name of a format of adapters."""
+    from ..adapters_out.dialects import names
+
+    return value in names()
+
+
 def _looks_like_path(word: str) -> bool:
     """Return whether a word names a file, or is written as a path or an address is."""
     return _names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
@@ -660,8 +695,10 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
             right = line(whole if command == MERGE else [command, *whole])
             raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`", f"write {right}")
     before = args[: args.index("--")] if "--" in args else args
-    names = [arg.partition("=")[0] for arg in before if arg.startswith("-") and not right_form(arg)]
-    foreign = [name for name in dict.fromkeys(names) if _is_foreign(name, known, command)]
+    pairs = zip(before, [*before[1:], ""], strict=False)
+    values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
+    names = [name for name in values if name.startswith("-") and not right_form(name)]
+    foreign = [name for name in names if _is_foreign(name, known, command, values[name])]
     correction = corrected_line(command, args, commands)
     if foreign:
         what = f"there is no option {' nor '.join(foreign)} here"
@@ -687,14 +724,16 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
             raise UsageError("there is neither such a command nor such a file", " ".join(named), _fix(correction, ()))
 
 
-def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
-    """Return whether an option belongs to other programs, or to other commands of ours if it is a strength."""
+def _is_foreign(name: str, known: Collection[str], command: str, value: str = "") -> bool:
+    """Return whether an option belongs to other programs, as one does with a file after it, or to other commands of
+    ours if it is a strength."""
     plain = _hyphened(name)
     if plain in known or (command not in COMMANDS and f"{plain}s" in known):
         return False
     ours = plain[2:].replace("-", "_") in OPTIONS or plain in OWN_STRENGTHS
     meaning = meaning_of(name, [*known, plain] if ours else known)
-    return meaning is not None or (command in COMMANDS and plain in OWN_STRENGTHS)
+    of_file = _names_file(value) and not ours and not alike(plain, known)
+    return meaning is not None or of_file or (command in COMMANDS and plain in OWN_STRENGTHS)
 
 
 def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:

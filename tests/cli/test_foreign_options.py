@@ -74,6 +74,12 @@ LINES = {
     "extract --model_a base --model_b tuned --rank 2": "extract base tuned --rank 2",
     "resize --input_lora one --output_lora x --target_dim 2": "resize one -o x --rank 2",
     "base one --fp16 --and_this two": "base two one --dtype fp16",
+    "--flux_model base --clip_l tuned --t5xxl tuned --models one --ratios 0.8 --save_to x": "base one:0.8 -o x",
+    "base one x.safetensors --weight 0.7 --is_sdxl": "base one:0.7 -o x.safetensors",
+    "extract base tuned x.safetensors --mode fixed --linear_dim 2 --conv_dim 1": "extract base tuned -o x.safetensors --rank 2 --conv-rank 1",
+    "convert --src ai-toolkit --dst sd-scripts --src_path one --dst_path x": "convert one -o x --to sd-scripts",
+    "convert --input one --output x --target diffusers": "convert one --output x --to diffusers",
+    "-m base --lora-scaled one 0.5 -t 4": "base one:0.5", "base one --cfg 7 --steps 20 --shard-size 5GB": "base one",
     # Single options
     "base one --model-type sd15": "base one", "base one --low-vram": "base one", "base one --threads 4": "base one",
     "base one --save_precsion fp16 --out x": "base one -o x --dtype fp16",
@@ -126,6 +132,9 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --clip-skip 2 --template llama3 --out x", ["leave out --clip-skip 2, --template llama3 (not needed here); write"]),
     ("base one --nonsense x --threads 4", ["--nonsense x (not known here) and --threads 4 (all cores are used)"]),
     ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
+    ("batch --config j.json --jobs 2", ["write lora-merge batch j.json --workers 2\n"]),
+    ("compare --a base --b tuned", ["write lora-merge compare base tuned\n"]),
+    ("base one --vae tuned", ["leave it out: a merge is into one file; write lora-merge base one\n"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
     ("base one:0.5,0.6,0.7", ["several strengths", "write one:0.5, or by block one:1,lbw=0.5,0.6,0.7\n"]),
@@ -142,8 +151,9 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
 
 @pytest.mark.parametrize("words", [
     "base one --weight x", "base one --only IN04 --out o", "base one --config jobs.yaml", "one --base",
-    "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base one --fp16 --vae tuned", "base --lora_dropout 0.1 --fp16 one",
+    "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base --lora_dropout 0.1 --fp16 one",
     "base one --fp16 --save_every 3", "base one --fp16 --model_length 512", "base one --fp16 --lora_targets q_proj",
+    "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16",
     "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
