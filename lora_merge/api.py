@@ -5,7 +5,7 @@ The API for tensors in memory is in the room `memory`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .command import MERGE, Request
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .merge_methods import SUM
+from .options import a_list
 from .paths import expand, input_path
 from .planning.former_plans import FormerPlans
 from .planning.plan import Plan
@@ -196,7 +197,7 @@ def unmerge(
         >>> lora_merge.unmerge("merged.safetensors", "style.safetensors", "base.safetensors").written
     """
     with downloads_in(options.get("cache")):
-        named = {**options, "search": [expand(folder) for folder in search]}
+        named = {**options, "search": _folders(search)}
         report: Report = run_request(
             Request(COMMANDS["unmerge"], adapters, output, input_path(merged), named), progress
         )
@@ -240,7 +241,7 @@ def replay(  # noqa: PLR0913  # the options of the command
         2132696762
     """
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
-        path, folders = input_path(written), [expand(folder) for folder in search]
+        path, folders = input_path(written), _folders(search)
         repeated = again(path, output, folders, device=device, overwrite=overwrite, progress=watcher)
         report: Report | AdapterReport = repeated.run(watcher)
         return report
@@ -306,7 +307,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     """
     from .report import verify_rows
 
-    stated, folders = adapter_list(adapters), [expand(folder) for folder in search]
+    stated, folders = adapter_list(adapters), _folders(search)
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
         output = input_path(output)
         proof = proof_of(output, base, stated, search=folders, full=full, options=options, progress=watcher)
@@ -597,6 +598,11 @@ def average(  # noqa: PLR0913  # each is an option of the command
     """
     form = {"weights": weights, "ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel, "space": space, "rank": rank}
     return _written("average", adapters, output, base, {**form, **options}, progress)
+
+
+def _folders(search: Iterable[str | Path] | None) -> list[Path]:
+    named = a_list(() if search is None else search, "search", "a list of folders")
+    return [expand(folder) for folder in named]
 
 
 def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command

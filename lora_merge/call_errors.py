@@ -194,7 +194,8 @@ def _fits(value: object, hint: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real)
     if kind is Sequence:
-        return isinstance(value, Iterable) and not (isinstance(value, str | bytes | Mapping) or _is_model(value))
+        other = isinstance(value, str | bytes | Mapping) or _is_model(value) or hasattr(value, "__array__")
+        return isinstance(value, Iterable) and not other
     kind = Mapping if typing.is_typeddict(kind) else kind
     try:
         return value is None if kind is type(None) else isinstance(value, kind)

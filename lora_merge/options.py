@@ -370,7 +370,8 @@ def checked_value(option: Option, value: Any) -> Any:
             raise unlike(value, option.flag, DEVICES, f"cuda:{value}" if type(value) is int else None)
         name = spelled(option, str(value))
         if not re.fullmatch(DEVICE, name):
-            raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
+            fix = f"write `{option.flag} cuda:{name}`" if name.isdecimal() else f"use {DEVICES}"
+            raise ResourceError(f"unknown device {shown(value)!r}", option.flag, fix)
         return name
     if option.kind == "word":
         name = spelled(option, value) if isinstance(value, str) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from numbers import Real
 from os import sep
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -269,9 +270,9 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the options of a command that its recipe records: the ones that are always recorded, and of the
-    stated `values` all that are not the default, by name."""
+    stated `values` all that are not the default, by name; numbers of numpy as Python's, which JSON has."""
     always = {name: row.default for name, row in rows.items() if row.recorded == "always" and name not in OF_MERGE}
-    every = {**always, **values}
+    every = {**always, **{n: v.item() if isinstance(v, Real) and hasattr(v, "item") else v for n, v in values.items()}}
     return tuple((n, v) for n, v in sorted(every.items()) if n in always or v != rows[n].default)
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -103,14 +104,15 @@ def _number(value: str) -> float | None:
 
 
 def _unknown(text: object, option: str) -> UsageError:
-    """Return the error for what is no rule; a share such as 0.9 or 90% may be meant as that of the energy."""
-    share = re.fullmatch(r"(?P<value>[0-9]{0,3}[.,]?[0-9]{1,6})(?P<percent>%?)", str(text))
-    value = float(share["value"].replace(",", ".")) / (100 if share["percent"] else 1) if share else 0.0
-    if 0 < value <= 1:
-        near = f"energy:{value:g}"
-        error = UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"did you mean {near}?")
-        return error.instead(str(text), near)
-    return UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"use {GRAMMAR}")
+    """Return the error for what is no rule; a share alone, such as 0.9 or 90%, may be meant as that of the energy."""
+    names, values = (re.findall(part, str(text).lower()) for part in ("[a-z]+", "[0-9]+(?:[.,][0-9]+)?%?"))
+    name = next(iter(get_close_matches("".join(names), SHARES, 1, 0.7) if names else SHARES[:1]), "")
+    share = float(values[0].rstrip("%").replace(",", ".")) / (100 if values[0][-1] == "%" else 1) if values else 0.0
+    what = f"{str(text)[:40]!r} is not a rule for ranks"
+    if name and len(values) == 1 and 0 < share <= 1:
+        near = f"{name}:{share:g}"
+        return UsageError(what, option, f"did you mean {near}?").instead(str(text), near)
+    return UsageError(what, option, f"use {GRAMMAR}")
 
 
 def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None, same: int = 0) -> int:

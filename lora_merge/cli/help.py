@@ -255,8 +255,9 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
         stated = [word for word in words[1:] if right_form(word) and not exists(word)][-1:]  # resize FILE 16
-        others, row = [word for word in words if word not in stated], COMMANDS[command].options[flag[2:]]
-        stated = [right_value(row, word) or value for word in stated]  # --rank
+        others, row = [word for word in words if word not in stated], COMMANDS.get(command)
+        option = row and row.options.get(flag[2:])
+        stated = [(option and right_value(option, word)) or value for word in stated]  # --rank
         return f"write {line([*others, flag, *(stated or [value])])}; "
     if value and words[-1:] == [flag]:
         return f"write {line([*words, value])}; "

@@ -39,7 +39,7 @@ def remedy(plan: Plan, *, bf16: bool = True) -> tuple[str, str]:
         return spoken(computed), "compute with --compute-dtype fp64"
     if all(e.plain and ITEM_BYTES[e.title] >= ITEM_BYTES["F32"] for e in changed):  # no dtype is wider
         return dtypes, "give a larger strength"
-    wider = "write --dtype bf16 or fp32" if bf16 and all(map(coarse, changed)) else "write --dtype fp32"
+    wider = "write --dtype bf16 or fp32" if bf16 and any(map(coarse, changed)) else "write --dtype fp32"
     return dtypes, wider + ", with --compute-dtype fp32" * (ITEM_BYTES[computed] < ITEM_BYTES["F32"])
 
 
@@ -137,7 +137,7 @@ class Findings:
     measures: Measures = field(default_factory=Measures)
     bounds: dict[str, Bound] = field(default_factory=dict)  # tensor → what is allowed
     in_bf16: dict[int, Share] = field(default_factory=dict)
-    """Adapter → the share of its change that would survive in bf16, where that is wider than the output's dtype."""
+    """Adapter → the share of its change that would survive in bf16, if that is wider than a dtype of the output."""
 
     def count(self, tensors: int = 0, cut: int = 0) -> None:
         """Count tensors that are looked at, and elements that are cut."""

@@ -75,6 +75,7 @@ class Recomputation:
         self._by_patch: dict[int, Sequence[PatchRows]] = {}
         self._slots: dict[Any, Mapping[str, Array]] = {}  # rebuilt slots, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
+        self.coarse = any(coarse(t.packing.encoding) for t in targets)
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // TENSOR_STRIDE) :])
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
@@ -148,10 +149,10 @@ class Recomputation:
         findings = self._compared(target, rows, stored, grid, exact)
         measured = measure(stored, exact, grid.rounded, weight)
         findings.measures.tensors[target.name] = replace(measured, cut=findings.cut) if findings.cut else measured
-        findings.in_bf16.update(measured.adapters)
-        if coarse(target.packing.encoding) and any(share.fails for share in measured.adapters.values()):
+        if self.coarse:
             rounded = plain_grid("BF16").rounded
-            findings.in_bf16.update(measure(rounded(exact.value), exact, rounded, weight).adapters)
+            measured = measure(rounded(exact.value), exact, rounded, weight)
+        findings.in_bf16.update(measured.adapters)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:

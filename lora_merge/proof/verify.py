@@ -32,7 +32,7 @@ from ..planning.output_checksums import CHECKSUM_DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
-from ..survival import judgement
+from ..survival import ENOUGH, judgement
 from ..text import Message, Note, by_component, listed, plural, quoted
 from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
@@ -46,6 +46,7 @@ from .second_reading.comparison import read_again
 from .weights import Coded, coded_output
 
 SUSPECT_DISK: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
+SURELY_ENOUGH: Final = (1 + ENOUGH) / 2  # the share in a few rows from which bf16 is named as the cure
 SMALLEST_NORMAL: Final = 2.0**-1022  # the divisor in place of 0
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 
@@ -392,7 +393,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
         return
     for number, (ref, measure) in enumerate(zip(plan.job.adapters, _measures(plan, merged, measured), strict=True)):
         if measure.all.fails:
-            bf16 = number in f.in_bf16 and not f.in_bf16[number].fails
+            bf16 = number in f.in_bf16 and (f.in_bf16[number].survives or 0.0) >= SURELY_ENOUGH
             yield measure.all.lost(input_name(ref.path), *remedy(plan, bf16=bf16))
 
 

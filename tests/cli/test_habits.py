@@ -675,7 +675,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base", "name an adapter; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
-    ("base lora --max-memory 4", "write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB"),
+    ("base lora --max-memory 4", "write lora-merge base lora --max-memory 4GB"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
     ("average -s 0.7 -s 0.3 lora loras/ink", "write lora-merge average lora loras/ink --weights 0.7,0.3"),
     ("resize lora --new_rank 16 --dynamic_method sv_fro --dynamic_param 0.9 --save_to y",

@@ -94,7 +94,7 @@ def test_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_th
     files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
     report = lora_merge.merge(*files, tmp_path / "o", verify=not alone, device="cpu", max_vram=bound)
     assert device.peak <= bound and bool(device.peak) is alone and not device.races
-    note = "meta was short of memory: a block that needs more than --max-vram was folded on the CPU"
+    note = "meta was short of memory: a block that needs more than max_vram was folded on the CPU"
     assert tuple(n for n in report.notes if "short of memory" in n) == (() if alone else (note,))
 
 
