@@ -77,8 +77,8 @@ LINES = {
     "--flux_model base --clip_l tuned --t5xxl tuned --models one --ratios 0.8 --save_to x": "base one:0.8 -o x",
     "base one x.safetensors --weight 0.7 --is_sdxl": "base one:0.7 -o x.safetensors",
     "extract base tuned x.safetensors --mode fixed --linear_dim 2 --conv_dim 1": "extract base tuned -o x.safetensors --rank 2 --conv-rank 1",
-    "convert --src ai-toolkit --dst sd-scripts --src_path one --dst_path x": "convert one -o x --to sd-scripts",
-    "convert --input one --output x --target diffusers": "convert one --output x --to diffusers",
+    "convert --src ai-toolkit --dst sd-scripts --src_path one --dst_path x --base base": "convert one -o x --to sd-scripts --base base",
+    "convert --input one --output x --target diffusers --base base": "convert one --output x --to diffusers --base base",
     "-m base --lora-scaled one 0.5 -t 4": "base one:0.5", "base one --cfg 7 --steps 20 --shard-size 5GB": "base one",
     # Single options
     "base one --model-type sd15": "base one", "base one --low-vram": "base one", "base one --threads 4": "base one",
