@@ -21,7 +21,7 @@ LONGEST_LINE: Final = 400
 STRENGTH_AFTER_BASE: Final = "a strength after the base"
 """The mistake of a line whose first word is an adapter with its strength, or a base with one."""
 
-PLACES: Final = {"BASE": False, "TUNED": False, "ADAPTER": True, "ADAPTER2": True}
+PLACES: Final = {"BASE": False, "TUNED": False, "MODEL": False, "ADAPTER": True, "ADAPTER2": True}
 """Place for a file in a command → whether an adapter belongs there."""
 
 

@@ -23,7 +23,8 @@ from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .corrected_line import flags, in_places, line, split_words
-from .foreign_options import alike, right_value
+from .foreign_names import alike
+from .foreign_options import right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"

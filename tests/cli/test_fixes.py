@@ -17,7 +17,7 @@ import yaml
 import lora_merge
 from lora_merge import errors
 from lora_merge.batch.schema import JobEntry
-from lora_merge.cli.foreign_options import MEANINGS
+from lora_merge.cli.foreign_names import MEANINGS
 from lora_merge.models.part_factors import or_leave_out
 from lora_merge.option_texts import in_jobs_file, in_python
 from lora_merge.text import CODE, Message, expression

@@ -1,8 +1,8 @@
-"""Options of other programs: names that the table of patterns (cli/foreign_options.py) must know, each its meaning."""
+"""Options of other programs: names that the table of patterns (cli/foreign_names.py) must know, each its meaning."""
 
 from typing import Final
 
-from lora_merge.cli.foreign_options import Foreign, meaning_of
+from lora_merge.cli.foreign_names import Foreign, meaning_of
 
 NAMES: Final = """
 concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload
