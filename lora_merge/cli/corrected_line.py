@@ -110,7 +110,8 @@ def _with_first(words: Sequence[str], known: Mapping[str, bool], stated: Sequenc
     """Return a command with a file of the user in the first of its places alone; [] if none belongs there."""
     first, *others = [n for n, word in enumerate(words) if _place(word)] or [len(words)]
     end = others[0] if others else len(words)
-    filled = in_places(words[:end], known, stated) if stated and first < end else []
+    of_models = not any(PLACES.get(_place(words[n])) for n in others)  # an adapter has a strength, which is not known
+    filled = in_places(words[:end], known, stated) if stated and first < end and of_models else []
     return [*filled, *words[end:]] if {*filled} & {*stated} else []
 
 

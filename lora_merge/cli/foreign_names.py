@@ -65,7 +65,9 @@ _LBW: Final = "use `--strength-for lbw=1,0,0,…` with a number for each block; 
 _DTYPE: Final = "use `--dtype fp16`, bf16 or fp32"
 _RANK: Final = "use `--rank N`, or a rule such as `--rank energy:0.9`"
 
-_FACTOR: Final = "strengths?|ratios?|weights?|scales?|scaling|multipliers?|mul|factors?|coefs?|coefficients?|scaled"
+_FACTOR: Final = (
+    "strengths?|ratios?|weights?|scales?|scaling|multipliers?|mul|factors?|coeffs?|coefs?|coefficients?|mult|scaled"
+)
 _ADAPTER: Final = "loras?|adapters?|peft|network|locon|lycoris"
 _OUTPUT: Final = "save|out|output|export|dump|dest|dst|destination|outfile|outdir|merged|result"
 
@@ -84,7 +86,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("push-to-hub hub-model-id export-hub-model-id", _leave("send the output by hf upload OWNER/NAME FOLDER")),
     ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
      "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
-     "safe-merge safe-fusing fuse-unet fuse-text-encoder load-precision adapter-name group-size log-level",
+     "safe-merge safe-fusing fuse-unet fuse-text-encoder load-precision adapter-name group-size log-level dropout+",
      _leave("not needed here")),
     # Switches, formats, methods, numbers of the output.
     ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
@@ -113,15 +115,17 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("exclude ignore", Foreign(_PART, ("--strength-for {}=0",))), ("only", Foreign(_PART, (Role.ONLY,))),
     ("conv-alpha", Foreign(LORA_ALPHA.advice, ())), ("(?:lora|network|adapter)-alpha", LORA_ALPHA),
     (f"te|text-encoder|clip+{_FACTOR}", Foreign(_PART, ("--strength-for te={}",))),
-    (f"ratios? weights? multipliers? strengths -w {_ADAPTER}+{_FACTOR}", Foreign(STRENGTH_FORMS, (Role.STRENGTHS,))),
-    (f"unet|model+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
+    (f"unet+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
+    (f"ratios? weights? multipliers? strengths scaling mult factor blend -w merge+{_FACTOR} "
+     f"{_ADAPTER}+{_FACTOR}", Foreign(STRENGTH_FORMS, (Role.STRENGTHS,))),
+    (f"model+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
     ("alpha+", Foreign(STRENGTH_FORMS, (Role.ALPHA,))),
     ("vae|ae|clip|t|t5xxl|te|text-encoder|llm+", Foreign("leave it out: a merge is into one file", (Role.OTHER_FILE,))),
     # Ranks.
     ("conv+dim|rank", Foreign("use `--conv-rank N`", ("--conv-rank {}",))),
     ("-r rank|dim|r+", Foreign(_RANK, ("--rank {}",))),
     # Files.
-    (f"name filename-prefix {_OUTPUT}+ target+path|file|folder|dir", Foreign("use `-o FILE`", ("-o {}",))),
+    (f"o name filename-prefix {_OUTPUT}+ target+path|file|folder|dir", Foreign("use `-o FILE`", ("-o {}",))),
     (f"models {_ADAPTER}+", Foreign(ADAPTER_ORDER, ("--adapter {}", Role.ADAPTERS))),
     ("tuned|finetuned|fine-tuned|trained+", Foreign(_AFTER, (Role.TUNED,))),
     ("org|orig|original+", Foreign(_BEFORE, (Role.BASE,))),

@@ -530,6 +530,8 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
     names = [name for name in values if name.startswith("-") and not right_form(name)]
     foreign = [name for name in names if _is_foreign(name, known, command, values[name])]
+    if foreign:
+        foreign = [name for name in names if name in foreign or not ({hyphened(name)} & {*known} or alike(name, known))]
     correction = corrected_line(command, args, commands)
     if foreign:
         what = f"there is no option {' nor '.join(foreign)} here"
@@ -539,7 +541,11 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
         return
     if correction and correction.conflicts:
         what = "; ".join(correction.conflicts)
-    fix = _fix(correction, foreign) if correction else _advices(foreign, command, parameters)
+    fix = (
+        _fix(correction, foreign)
+        if correction
+        else _advices({name: values[name] for name in foreign}, command, parameters)
+    )
     if what:
         raise UsageError(what, " ".join(args)[:200], fix)
 
@@ -583,15 +589,17 @@ def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     return f"leave out {left_out}; {right}" if left_out else right
 
 
-def _advices(foreign: Sequence[str], command: str, parameters: Sequence[Any]) -> str:
-    """Return what to write for each option, if no line is certain."""
+def _advices(foreign: Mapping[str, str], command: str, parameters: Sequence[Any]) -> str:
+    """Return what to write for each option, if no line is certain. `foreign`: option → the word after it."""
     known = flags(parameters)
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"
     usage = f"{THE_BASE}; {ADAPTER_ORDER}" if command == MERGE else usage
-    meanings = [meaning_of(name, known) or Foreign(STRENGTH_FORMS, (Role.STRENGTHS,)) for name in foreign]
-    advices = [
-        usage if {Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS} & {*m.forms} else advice_on(m, known)
-        for m in meanings
-    ]
+    of_files, advices = {Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS}, list[str]()
+    for name, value in foreign.items():
+        meaning = meaning_of(name, known) or UNKNOWN
+        if meaning is UNKNOWN and (right_form(value) or name in OWN_STRENGTHS):
+            meaning = Foreign(STRENGTH_FORMS, (Role.STRENGTHS,))
+        advice = "" if meaning is UNKNOWN else advice_on(meaning, known)
+        advices.append(usage if of_files & {*meaning.forms} else advice)
     return "; ".join(filter(None, dict.fromkeys(advices))) or f"see `lora-merge help {command}`"

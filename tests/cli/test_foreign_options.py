@@ -80,6 +80,8 @@ LINES = {
     "convert --src ai-toolkit --dst sd-scripts --src_path one --dst_path x --base base": "convert one -o x --to sd-scripts --base base",
     "convert --input one --output x --target diffusers --base base": "convert one --output x --to diffusers --base base",
     "-m base --lora-scaled one 0.5 -t 4": "base one:0.5", "base one --cfg 7 --steps 20 --shard-size 5GB": "base one",
+    "--input_model base --lora_file one --mult 0.5 --o x": "base one:0.5 -o x", "base one --unet_lora_scale 0.5 --lora_dropout 0.1": "base one --strength-for unet=0.5",
+    "base one --strength0.5": "base one --strength=0.5", "base <lora:one:0.7> <lora:two:0.3>": "base one.safetensors:0.7 two.safetensors:0.3",
     # Single options
     "base one --model-type sd15": "base one", "base one --low-vram": "base one", "base one --threads 4": "base one",
     "base one --save_precsion fp16 --out x": "base one -o x --dtype fp16",
@@ -135,6 +137,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("batch --config j.json --jobs 2", ["write lora-merge batch j.json --workers 2\n"]),
     ("compare --a base --b tuned", ["write lora-merge compare base tuned\n"]),
     ("base one --vae tuned", ["leave it out: a merge is into one file; write lora-merge base one\n"]),
+    ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "write the strength after the file name"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
     ("base one:0.5,0.6,0.7", ["several strengths", "write one:0.5, or by block one:1,lbw=0.5,0.6,0.7\n"]),
@@ -151,7 +154,7 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
 
 @pytest.mark.parametrize("words", [
     "base one --weight x", "base one --only IN04 --out o", "base one --config jobs.yaml", "one --base",
-    "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base --lora_dropout 0.1 --fp16 one",
+    "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base --lora_count 3 --fp16 one",
     "base one --fp16 --save_every 3", "base one --fp16 --model_length 512", "base one --fp16 --lora_targets q_proj",
     "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16",
     "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
