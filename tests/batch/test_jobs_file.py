@@ -276,9 +276,9 @@ jobs:
             "version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {'re:(a+': 1}}]",
             "is not valid: ",
         ),
-        ("version: 1\njobs: [{base: b, adapters: [a], output: [o], max_memory: 4}]", "not a list; write output: o\n"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: [o], max_memory: 4}]", "not a list; write output: o"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: [o, p]}]", "one text, not a list"),
-        ("version: 1\njobs: [{base: {f: b}, adapters: [a], output: o, max_memory: 4}]", "not a table; write base: b\n"),
+        ("version: 1\njobs: [{base: {f: b}, adapters: [a], output: o, max_memory: 4}]", "not a table; write base: b"),
         ("version: 1\njobs: [{base: b, adapters: [a], output: 5}]", 'should be text; quote it: "5"'),
         (
             "version: 1\njobs: [{base: b, adapters: [a], output: [o], max_memory: 500}]",
