@@ -113,6 +113,8 @@ class TypedLine:
             elif right_form(before) and right_form(word) and not exists(word):  # --rank 4 8
                 self.conflicts.append(f"{option} has two values, {before} and {word}")
             elif form in ("", Role.LEFT_OUT, Role.SWITCH) or (form in Role.SEVERAL and not fresh):
+                if form == Role.LEFT_OUT and self.left_out[-1][1] == NOT_KNOWN:  # the file has the role of its value
+                    self.left_out.pop()
                 self._take_word(word, form)
                 form = "" if form in (Role.LEFT_OUT, Role.SWITCH) else form
             else:
