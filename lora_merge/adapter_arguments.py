@@ -37,6 +37,9 @@ _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no
     r"(?P<path>.+?):(?P<value>[0-9]+)/(?P<below>[0-9]+)",
     r"(?P<path>.+?):",
 )
+PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
+"""Parts of a model whose names are letters alone."""
+
 _PART: Final = r"(?!x[0-9])[A-Za-z_][\w.-]*"
 _WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
 
@@ -99,6 +102,12 @@ def with_parts(text: str) -> str:
             return ""
     endings = "".join(f",{name}={value or '0.5'}" for name, value in parts.items())
     return f"{with_found_ending(path)}:{strength or '1'}{endings}" if endings else ""
+
+
+def neither(text: str) -> str:
+    """Return the word behind an adapter that is neither a strength nor a part, such as "half"; "" without one."""
+    word = re.fullmatch(r".+:([A-Za-z]+)", text)
+    return word[1] if word and word[1] not in PART_WORDS and with_parts(text) else ""
 
 
 def of_tags(text: str) -> list[tuple[str, str, str]]:

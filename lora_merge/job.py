@@ -191,6 +191,11 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
     return int(size)
 
 
+def missing_unit(number: int) -> str:
+    """Return the unit that a small number of bytes, such as 4, was probably meant with; "" for a larger one."""
+    return "" if number >= 1_000_000 else "GB" if number <= 64 else "MB"
+
+
 def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, **options: Any) -> Job:
     """Return a Job made of the arguments that the API and the command line pass; UsageError if one of them is wrong.
 

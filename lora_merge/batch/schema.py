@@ -25,7 +25,7 @@ from pydantic import (
 from ..adapter_arguments import right_form
 from ..adapter_options import ADAPTER_OPTIONS
 from ..errors import UsageError
-from ..job import MOST_ADAPTERS, parse_size
+from ..job import MOST_ADAPTERS, missing_unit, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
 from ..recipes.commands import COMMANDS
 from ..text import beginning, is_finite
@@ -104,6 +104,8 @@ Scalar: TypeAlias = Annotated[
 def _size(value: Any) -> Any:
     try:
         if isinstance(value, int | str) and not isinstance(value, bool) and parse_size(value):
+            if str(value).strip().isdigit() and (unit := missing_unit(int(value))):
+                raise ValueError(f"{value} is a number of bytes; write {value}{unit}")
             return value
     except UsageError:
         pass
@@ -145,7 +147,8 @@ def _rule(value: Any) -> Any:
 
 Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
-    "type": ["string", "integer"], "minimum": 1, "pattern": r"^\s*\d+(\.\d+)?\s*([KkMmGg][Ii]?)?[Bb]?\s*$",
+    "type": ["string", "integer"], "minimum": 1_000_000,
+    "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{6,}|\d+\s*[Bb])\s*$",
 })]  # fmt: skip
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({
     "type": "string", "pattern": f"^({DEVICE})$",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -14,13 +15,11 @@ from ..errors import UsageError
 from ..files.yaml_source import FIRST_FILE, Place
 from ..job import MOST_ADAPTERS
 from ..options import alike
-from ..paths import split_strength
 from ..text import Lines
 from .schema import LONGEST_PATH, AdapterEntry, Glob, JobDefaults, JobEntry, JobsFile
 
 _SENTENCES: Final = {
     "dict_type": "should be a table of names and values",
-    "string_type": "should be text; quote it",
     "bool_type": "should be true or false",
     "too_short": "should not be empty; write one entry or more",
     "string_too_short": "should not be empty",
@@ -140,7 +139,19 @@ def _wrong_value(place: Place, error: Mapping[str, Any], *, suggest: bool) -> st
         return _as_table(place, value)
     if kind == "list_type":
         return f"should be a list{_as_list(str(place[-1]), value, axis=len(place) > 3)}"
+    if kind == "string_type":
+        return _as_text(place[-1], value)
     return str(context["error"]) if kind == "value_error" else _SENTENCES.get(kind, error["msg"])
+
+
+def _as_text(field: int | str, value: Any) -> str:
+    """Return the sentence for a value that should be one text."""
+    if isinstance(value, list | tuple | dict):
+        texts = [*value.values()] if isinstance(value, dict) else [*value]
+        one = len(texts) == 1 and isinstance(texts[0], str) and isinstance(field, str)
+        right = f"; write {flow({field: texts[0]})[1:-1]}" if one else ""
+        return f"should be one text, not a {'table' if isinstance(value, dict) else 'list'}{right}"
+    return f"should be text; quote it: {json.dumps(str(value))}" if value is not None else "should be text"
 
 
 def _as_table(place: Place, value: Any) -> str:
@@ -159,7 +170,7 @@ def _adapter(file: Any, place: Place) -> str:
     for entry in (*nearest, table["defaults"]):
         adapters = entry.get("adapters") if isinstance(entry, dict) else None
         if isinstance(adapters, list) and adapters and isinstance(adapters[0], str):
-            return split_strength(adapters[0])[0]
+            return re.sub(r":[^:/\\]*$", "", adapters[0].partition(",")[0])  # also ":half", ":{strength}"
     return "style.safetensors"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Final
 
-from ..adapter_arguments import meant
+from ..adapter_arguments import meant, neither
 from ..addresses import is_spelled_out, output_address, split
 from ..options import Option, number, spelled
 from ..paths import ENDINGS, forbidden, split_strength
@@ -114,6 +114,8 @@ def split_adapter(written: str) -> tuple[str, float | None]:
         return path, strength
     if not argument.parts:
         raise NoSuchName(f"{written!r} is no way to write a strength; write {argument.path}:{argument.strength}")
+    if word := neither(written):
+        raise NoSuchName(f"{word!r} is neither a strength nor a part of a model; write {argument.path}:0.8")
     parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in argument.parts)
     raise NoSuchName(f"parts of an adapter belong below strength_for; write {{path: {argument.path}, "
                      f"strength: {argument.strength}, strength_for: {{{parts}}}}}")  # fmt: skip

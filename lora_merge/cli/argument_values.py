@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..adapter_arguments import of_tags, right_form, strange, with_parts
+from ..adapter_arguments import neither, of_tags, right_form, strange, with_parts
 from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 ADAPTER_ORDER: Final = "adapters follow the base: `lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5`"
 
-_TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[0-9]+)"
-"""Two strengths behind a file, as nodes of ComfyUI have them: of the model and of CLIP."""
+_SEVERAL: Final = (
+    r"(?P<path>[^=]+?):(?!\d+[,/]\d+$)(?P<unet>-?\d*\.?\d+)[:,;/](?P<te>-?\d*\.?\d+)(?P<more>[:,;/][\d.,;/:-]+)?"
+)
+"""Strengths behind a file, such as two in nodes of ComfyUI: of the model and of CLIP; 0,8 and 4/5 are one number."""
 
 _BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
 _BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
@@ -97,8 +99,12 @@ def check_last(words: Sequence[str], base: str) -> None:
 
 
 def check_two(text: str) -> None:
-    """Raise UsageError for an adapter with two strengths."""
-    if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
+    """Raise UsageError for an adapter with two strengths, or more."""
+    if (two := re.fullmatch(_SEVERAL, text)) and not exists(f"{two['path']}:{two['unet']}"):
+        if two["more"]:
+            by_block = re.sub("[:;/]", ",", text.removeprefix(f"{two['path']}:"))
+            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:1,lbw={by_block}"
+            raise UsageError("several strengths after one file", text[:200], fix)
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths after one file", text[:200], fix).instead(
             text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
@@ -112,19 +118,15 @@ def check_adapter(text: str, parts: str = "") -> None:
         raise _other_syntax("a strength", text + parts, f"{path}:{value}{parts}")
 
 
-PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
-"""Parts of a model whose names are letters alone."""
-
-
 def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
     several = [word for word in re.split(r"[,;\s]+", text) if word]
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
         raise _other_syntax("a list of adapters", text, *several)
     right = with_parts(text)
-    if right and (word := re.fullmatch(r"(.+):([A-Za-z]+)", text)) and word[2] not in PART_WORDS:
-        path = typed([with_found_ending(word[1])])
-        raise UsageError(f"{word[2]!r} is neither a strength nor a part of a model", text[:200],
+    if word := neither(text):
+        path = typed([with_found_ending(text.removesuffix(f":{word}"))])
+        raise UsageError(f"{word!r} is neither a strength nor a part of a model", text[:200],
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
     if right:
         raise _other_syntax("a factor for a part", text, right)
@@ -165,9 +167,9 @@ def named_adapter(text: str) -> NamedAdapter:
     if (address := split(text)) is not None:
         return _at_address(text.removesuffix(address[1]), address[1])
     check_tag(text)
+    check_two(text)
     path, strength = split_strength(text)
     if strength is not None:
-        check_two(text)
         if not exists(path := completed(path)):
             check_parts(text)
             check_adapter(text)

@@ -71,8 +71,13 @@ def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
     for word in args:
         name = re.sub("^[–—−]+(?=[A-Za-z])", "-", word).partition("=")[0]
         right = name if name in known else f"-{name}"
-        if name[0:1] == "-" and right in known and right != word.partition("=")[0] and not exists(word):
+        long = len(name) > 2 or name in known  # -t is no --t
+        if name[0:1] == "-" and long and right in known and right != word.partition("=")[0] and not exists(word):
             raise UsageError("an option begins with hyphens", word, f"write {right}")
+        if (parts := re.fullmatch("(--[a-z-]+?)([0-9][0-9.,]*%?)", word)) and parts[1] in known and word not in known:
+            raise UsageError("an option needs a space before its value", word, f"write {parts[1]}={parts[2]}").instead(
+                word, f"{parts[1]}={parts[2]}"
+            )
         if re.match("-[A-Za-z]=.", word) and word[:2] in known and not exists(word):
             raise UsageError(
                 "a short option needs a space before its value",

@@ -21,7 +21,7 @@ LONGEST_LINE: Final = 400
 STRENGTH_AFTER_BASE: Final = "a strength after the base"
 """The mistake of a line whose first word is an adapter with its strength, or a base with one."""
 
-PLACES: Final = {"BASE": False, "TUNED": False, "ADAPTER": True, "ADAPTER2": True}
+PLACES: Final = {"BASE": False, "TUNED": False, "MODEL": False, "ADAPTER": True, "ADAPTER2": True}
 """Place for a file in a command → whether an adapter belongs there."""
 
 
@@ -52,7 +52,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     if not isinstance(error, MergeError) or not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
-    as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _is_adapter_file(error.where))
+    as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _path_of(error.where))
     if as_base and command == MERGE:
         known = {name: flags(commands[name].params) for name in (MERGE, "combine")}
         fix = _in_order(rest, known)
@@ -87,7 +87,9 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
         for n, command in enumerate(pieces[1::2]):
             typed_words = words_of(command)
             command_words = [by_user.get(word, word) for word in typed_words]
-            filled = in_places(command_words, known, [*files], folders=not purpose)
+            filled = _in_typed_order(in_places(command_words, known, [*files], folders=not purpose), [*files])
+            if not filled and not purpose:  # a usage line with some of the files is better than none
+                filled = _with_first(command_words, known, [*files])
             unfilled |= not filled
             pieces[2 * n + 1] = f"`{command if filled in ([], typed_words) else typed(filled)}`"
         if not unfilled or not files:
@@ -95,6 +97,22 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
         elif not purpose:
             ways.append(pieces[0].removesuffix(": ") if pieces[0].endswith(": ") else way)
     return "; ".join(ways)
+
+
+def _in_typed_order(words: Sequence[str], stated: Sequence[str]) -> list[str]:
+    """Return a command with its models in the order in which the user has them."""
+    models = [word for word in stated if word in words and not is_adapter(_path_of(word))]
+    ordered = iter(models)
+    return [next(ordered) if word in models else word for word in words]
+
+
+def _with_first(words: Sequence[str], known: Mapping[str, bool], stated: Sequence[str]) -> list[str]:
+    """Return a command with a file of the user in the first of its places alone; [] if none belongs there."""
+    first, *others = [n for n, word in enumerate(words) if _place(word)] or [len(words)]
+    end = others[0] if others else len(words)
+    of_models = not any(PLACES.get(_place(words[n])) for n in others)  # an adapter has a strength, which is not known
+    filled = in_places(words[:end], known, stated) if stated and first < end and of_models else []
+    return [*filled, *words[end:]] if {*filled} & {*stated} else []
 
 
 def in_places(
@@ -233,15 +251,20 @@ def _path(word: str, wrong: str, right: str) -> str:
 
 
 def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> str:
-    """Return the fix for a merge whose first word is an adapter: the model first, or `combine`."""
+    """Return the fix for a merge whose first word is an adapter, or a base with a strength: the model first, or
+    `combine`."""
     plain, options = split_words(words, known[MERGE])
-    paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain[1:]}
-    models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not is_adapter(path)]
-    if models:
-        first, *rest = [word for word in plain if word != models[0]]
-        strength = models[0].removeprefix(paths[models[0]])  # a base has none: the adapter's is meant
-        first += strength if split_strength(first.partition(",")[0])[1] is None else ""
-        return f"name the base first: {line([paths[models[0]], first, *rest, *options])}"
+    model = next((word for word in plain if (path := _path_of(word)) and not is_adapter(path)), "")
+    if model:
+        # A base has no strength: that of the first adapter without one is meant.
+        adapters, strength = [word for word in plain if word != model], model.removeprefix(_bare(model))
+        free = [n for n, word in enumerate(adapters) if split_strength(word.partition(",")[0])[1] is None]
+        for n in free[: bool(strength)]:
+            adapters[n] = f"{_bare(adapters[n])}{strength}{adapters[n].removeprefix(_bare(adapters[n]))}"
+        right = in_places([_bare(model), *(adapters or [f"ADAPTER{strength}"]), *options], known[MERGE])
+        way = "a base has no strength" if model == plain[0] else "name the base first"
+        way += f", so {strength} is left out" if strength and adapters and not free else ""
+        return f"{way}: {line(right)}" if right else way
     filled = in_places(["BASE", *words], known[MERGE])
     first = f"name the base first: {line(filled)}" if filled else "name the base first"
     if len(plain) < 2:
@@ -250,12 +273,6 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     all_known = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
     joined = line(["combine", *plain, *(both if all_known else ["-o", "both.safetensors"])])
     return f"{first}; or combine the adapters: {joined}"
-
-
-def _is_adapter_file(word: str) -> bool:
-    """Return whether a word is an adapter's file with a strength."""
-    path = split_strength(word)[0]
-    return exists(with_found_ending(path)) and is_adapter(path)
 
 
 def is_adapter(word: str) -> bool:

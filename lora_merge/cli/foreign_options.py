@@ -1,16 +1,16 @@
 """Options of other programs, and strengths at the wrong place: each is refused with the user's own line corrected.
 
-A line is read by roles: files, strengths, options of ours. What has no counterpart here is left out, and the message
-says so. The options are those of sd-scripts, LyCORIS, supermerger, ComfyUI's nodes, diffusers, PEFT, LLaMA-Factory,
-Axolotl, Unsloth, FastChat, mergekit, llama.cpp and cp.
+A line is read by roles: files, strengths, options of ours. An option has its role by the words of its name, and its
+value must agree: a file, a number. An option that no words explain has the role of its value. What has no counterpart
+here is left out, and the message says so; never a number, a file or a path: if their role is not certain, there is
+advice in place of a line.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -22,204 +22,37 @@ from ..errors import MergeError, UsageError
 from ..merge_methods import SUM
 from ..option_texts import value_of
 from ..options import OPTIONS, SWITCHED, Option, checked_value
-from ..paths import exists, expand, split_strength, with_found_ending
+from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
-from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded
+from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded, strengths
 from .compat import FOREIGN_COMMANDS, check_dashes
 from .corrected_line import flags, is_adapter, line
-
-BASE, MODEL, TUNED, ADAPTERS = "BASE", "MODEL", "TUNED", "ADAPTERS"
-"""Roles of files. MODEL is the base, the tuned model if the line has another base, or an adapter if the file is one."""
-
-STRENGTHS, STRENGTH = "STRENGTHS", "STRENGTH"
-"""Roles of numbers: all that follow the option, as in other programs; or one, as here."""
-
-PRECISION, ALPHA, ONLY, RULE, SHARE = "PRECISION", "ALPHA", "ONLY", "RULE", "SHARE"
-"""Roles of values that become an option of ours by their value, or by what else is on the line."""
-
-LEFT_OUT: Final = "LEFT_OUT"
-"""The role of a value, if there is one, with nothing to do here."""
-
-SWITCH: Final = "SWITCH"
-"""The role of "true" or "false" after an option that has no value here."""
-
-SEVERAL: Final = (ADAPTERS, STRENGTHS)
-"""Roles with several words after the option."""
-
-
-class Foreign(NamedTuple):
-    """What an option of another program is here."""
-
-    advice: str
-    forms: tuple[str, ...]
-    """Words of ours with {} for the value, or a role: the first form is meant whose option the command has."""
-
-
-def _names(words: str, endings: str = "") -> list[str]:
-    """Return the names of options: each word alone, and with each ending."""
-    return [f"--{word}{ending}" for word in words.split() for ending in ("", *endings.split())]
-
-
-def _joined(words: str, endings: str) -> list[str]:
-    """Return the names of options: each word with each ending."""
-    return [f"--{word}-{ending}" for word in words.split() for ending in endings.split()]
-
-
-def _use(form: str) -> Foreign:
-    return Foreign(f"use `{form}`", (form,))
-
-
-def _leave(reason: str) -> Foreign:
-    return Foreign(f"leave it out: {reason}", (LEFT_OUT,))
-
-
-_FILE: Final = "-path -name -name-or-path -model-name-or-path -dir -file"
-_FACTOR: Final = "strength ratio weight scale multiplier mul"
-
-STRENGTH_FORMS: Final = "write the strength after the file name: ADAPTER:0.8; or give `-s 0.8` for each adapter"
-THE_BASE: Final = "the base is the first word"
-SAME_RANK: Final = "the rank is that of the adapter; another one: `lora-merge resize ADAPTER --rank 16`"
-LORA_ALPHA: Final = Foreign("use `--setting lora_alpha=16`, the alpha of the training",
-                        ("--setting lora_alpha={}", "--alpha {}"))  # fmt: skip
-_BEFORE: Final = "the model before the training comes first: `lora-merge extract BASE TUNED`"
-_AFTER: Final = "the model after the training comes second: `lora-merge extract BASE TUNED`"
-_PART: Final = "use --strength-for, such as `--strength-for te=0`; `lora-merge parts BASE` lists the parts"
-_LBW: Final = "use `--strength-for lbw=1,0,0,…` with a number for each block; `lora-merge parts BASE` lists them"
-_DTYPE: Final = "use `--dtype fp16`, bf16 or fp32"
-_RANK: Final = "use `--rank N`, or a rule such as `--rank energy:0.9`"
-
-_MEANINGS: Final[tuple[tuple[list[str], Foreign], ...]] = (
-    # Files.
-    (["--adapter-name"], _leave("not needed here")),  # a label in PEFT
-    (_names("base base-model sd-model pretrained pretrained-model", _FILE), Foreign(THE_BASE, ("--base {}", BASE))),
-    ([*_names("model ckpt checkpoint unet-name input source", _FILE), "-m"], Foreign(THE_BASE, (MODEL,))),
-    (_names("model-org original-model"), Foreign(_BEFORE, (BASE,))),
-    (_names("model-tuned tuned tuned-model finetuned-model fine-tuned-model trained-model"), Foreign(_AFTER, (TUNED,))),
-    ([*_names("lora loras lora-model lora-adapter adapter adapters adapter-model peft peft-model", _FILE),
-      *_names("models lora-paths lora-names network-weights")], Foreign(ADAPTER_ORDER, ("--adapter {}", ADAPTERS))),
-    ([*_joined("save output out export dump", "to as path dir file name folder directory model model-path"),
-      *_names("out outfile outdir export dest dst destination name target-model-path merged-model-path"),
-      "--filename-prefix"], Foreign("use `-o FILE`", ("-o {}",))),
-    # Strengths.
-    ([*_names("ratio ratios weight weights multiplier multipliers strengths"), "-w", "--lora-scaled",
-      *_joined("lora adapter network", f"{_FACTOR} strengths ratios weights scales multipliers")],
-     Foreign(STRENGTH_FORMS, (STRENGTHS,))),
-    (["--alpha"], Foreign(STRENGTH_FORMS, (ALPHA,))),
-    ([*_joined("te text-encoder clip", _FACTOR), "--strength-clip"],
-     Foreign(_PART, ("--strength-for te={}",))),
-    ([*_joined("unet model", _FACTOR), "--strength-model"],
-     Foreign(_PART, ("--strength-for unet={}",))),
-    (_names("exclude ignore"), Foreign(_PART, ("--strength-for {}=0",))),
-    (["--only"], Foreign(_PART, (ONLY,))),
-    (_names("no-te no-text-encoder unet-only"), _use("--strength-for te=0")),
-    (_names("lbw lbws block-weights lora-block-weight"), Foreign(_LBW, ("--strength-for lbw={}",))),
-    # Numbers of the output, ranks, methods.
-    ([*_joined("save out output torch export weight", "precision dtype type"), "--type", "--outtype"],
-     Foreign(_DTYPE, ("--dtype {}",))),
-    (["--precision"], Foreign(_DTYPE, (PRECISION,))),
-    (_names("quant quantize quantization export-quantization qtype save-method", "-type -format -bit -bits"),
-     Foreign("use --dtype with a quantised format, such as `--dtype nf4`", ("--dtype {}",))),
-    (_names("compute-precision calc-precision calc-dtype merge-precision merge-dtype working-dtype"),
-     Foreign("use `--compute-dtype fp32` or fp64", ("--compute-dtype {}",))),
-    (_names("fp16 float16 half"), _use("--dtype fp16")),
-    (_names("bf16 bfloat16"), _use("--dtype bf16")),
-    (_names("fp32 float32"), _use("--dtype fp32")),
-    (["--fp8"], _use("--dtype fp8_scaled")),
-    (["--load-in-4bit"], _use("--dtype nf4")),
-    (["--load-in-8bit"], _use("--dtype int8")),
-    ([*_names("rank new-rank dim lora-rank lora-r lora-dim network-dim network-rank target-rank svd-rank linear-dim"),
-      "-r"], Foreign(_RANK, ("--rank {}",))),
-    (_names("conv-dim new-conv-rank"), Foreign("use `--conv-rank N`", ("--conv-rank {}",))),
-    (["--dynamic-method"], Foreign("use a rule such as `--rank fro:0.9`", (RULE,))),
-    (["--dynamic-param"], Foreign("use --rank with the share in its rule, such as `--rank fro:0.9`", (SHARE,))),
-    (_names("lora-alpha network-alpha"), LORA_ALPHA),
-    (_names("combination-type merge-method merge-type"),
-     Foreign("use --method, such as `--method ties`", ("--method {}",))),
-    (_names("format to output-format target-format"),
-     Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
-    (["--majority-sign-method"], Foreign("use `--elect sum` or count", ("--elect {}",))),
-    # Others.
-    (["--metadata-title"], Foreign("use `--title TEXT`", ("--title {}",))),
-    ([*_names("force yes exist-ok"), "-f", "-y"], _use("--overwrite")),
-    ([*_names("plan simulate"), "-n"], _use("--dry-run")),
-    (_names("silent no-progress"), _use("-q")),
-    (_names("skip-verify no-check no-verification"), _use("--no-verify")),
-    (_names("cuda gpu use-gpu"), _use("--device cuda")),
-    (["--cpu"], _use("--device cpu")),
-    ([*_names("parallel jobs"), "-j"], Foreign("use `--workers N`", ("--workers {}",))),
-    (["--config"], Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", ())),
-    # Nothing to do.
-    (_names("threads num-threads n-threads num-workers"), _leave("all cores are used")),
-    (_names("low-vram lowvram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload"),
-     _leave("memory is limited in any case")),
-    (_names("max-shard-size out-shard-size export-size"), _leave("shards are those of the base")),
-    (_names("device-map export-device"), _leave("--device names the device")),
-    (["--no-overwrite"], _leave("nothing is overwritten without --overwrite")),
-    (_names("v2 is-v2 v-parameterization sdxl is-sdxl flux model-type model-arch arch architecture"),
-     _leave("the model is recognised")),
-    (_names("from input-format source-format"), _leave("the format is recognised")),
-    (_names("push-to-hub hub-model-id export-hub-model-id"),
-     _leave("send the output by hf upload OWNER/NAME FOLDER")),
-    (_names("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization "
-            "merge-and-unload use-safetensors template finetuning-type task-type clip-skip max-seq-length "
-            "safe-merge safe-fusing fuse-unet fuse-text-encoder "
-            "load-precision"), _leave("not needed here")),
+from .foreign_names import (
+    FOREIGN_RULES,
+    LORA_ALPHA,
+    NOT_KNOWN,
+    ONLY_PARTS,
+    OTHER_VALUES,
+    SIMILAR,
+    STRENGTH_FORMS,
+    THE_BASE,
+    UNKNOWN,
+    Foreign,
+    Role,
+    advice_on,
+    alike,
+    hyphened,
+    meaning_of,
 )  # fmt: skip
-
-FOREIGN_OPTIONS: Final[Mapping[str, Foreign]] = MappingProxyType(
-    {name: meaning for names, meaning in reversed(_MEANINGS) for name in names}
-)
-"""Option of another program → its meaning."""
-
-OTHER_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({
-    "--dtype": {"fp8": "fp8_scaled", **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
-                **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "keep"},
-    "--method": {**dict.fromkeys(("linear", "cat", "svd", "task_arithmetic"), "sum"), "dare_linear": "dare",
-                 "magnitude_prune": "prune", "ties_svd": "ties", "dare_ties_svd": "dare_ties"},
-    "--elect": {"total": "sum", "frequency": "count"},
-})  # fmt: skip
-"""Option → value of another program → the value here. PEFT (add_weighted_adapter), mergekit, Unsloth, LLaMA-Factory."""
-
-ONLY_PARTS: Final = {"unet": "te=0", "model": "te=0", "te": "unet=0", "clip": "unet=0", "text_encoder": "unet=0"}
-"""Part after `--only` → what `--strength-for` takes, where the other parts are known without the base."""
-
-FOREIGN_RULES: Final = {"sv_ratio": "ratio", "sv_fro": "fro", "sv_cumulative": "sum"}
-"""Rule for ranks of sd-scripts' networks/resize_lora.py → the rule here."""
 
 HIGHEST_STRENGTH: Final = 2.0
 """The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
-
-SIMILAR: Final = 0.9
-"""The likeness of two options from which one is a misspelt form of the other."""
 
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
 LINEAR: Final = (SUM, "compose")
 """The methods without a factor for the combined change."""
-
-
-def meaning_of(name: str, *, near: bool = False) -> Foreign | None:
-    """Return the meaning of an option of another program. `near`: also of one in a slightly other spelling."""
-    plain = _hyphened(name)
-    plain = (
-        plain if plain in FOREIGN_OPTIONS else re.sub("(?<=[a-z])(-?[0-9]+|-[a-d])$", "", plain)
-    )  # --lora2, --lora-b
-    return FOREIGN_OPTIONS.get(next(iter(alike(plain, FOREIGN_OPTIONS, SIMILAR) if near else ()), plain))
-
-
-def advice_on(meaning: Foreign, known: Collection[str]) -> str:
-    """Return the advice on an option of another program to a command with these options; "" without one that fits."""
-    of_rank = {"--rank {}", RULE, SHARE} & {*meaning.forms}
-    advice = SAME_RANK if of_rank and "--rank" not in known else meaning.advice
-    named = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", advice.partition("`lora-merge ")[0])
-    return advice if {*named} <= {*known} else ""
-
-
-def _hyphened(word: str) -> str:
-    """Return the name of an option with hyphens, as options here have them."""
-    name = word.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else name
 
 
 class Setting(NamedTuple):
@@ -243,59 +76,79 @@ class TypedLine:
     """Option of the command → its parameter."""
     required: int
     """The number of files that the command needs."""
+    foreign: bool = False
+    """Whether an option is none of the command."""
     settings: list[Setting] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
     """Files without an option."""
     adapters: list[str] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
     """Strengths as they are typed."""
+    rewritten: list[str] = field(default_factory=list)
+    """Adapters in another syntax, as they are typed."""
     strays: list[str] = field(default_factory=list)
     """The strengths without an option."""
     followed: list[str] = field(default_factory=list)
     """The files with a strength after them."""
-    of_rank: dict[str, str] = field(default_factory=dict)
-    """RULE and SHARE → value."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Option as it is typed → reason."""
+    conflicts: list[str] = field(default_factory=list)
+    """What has two values."""
 
     def take(self, args: Sequence[str]) -> TypedLine:
         """Return itself with the words of a line; NotClear for a word without a role."""
-        option, form = "", ""
+        option, form, value, fresh = "", "", "", False
         for word in (part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])):
+            before, value = value, ""
             if word.startswith("-") and len(word) > 1 and not right_form(word):
-                self._expect_value(option, form)
-                option, form = word, self._form(word)
-            elif form == LEFT_OUT and not _names_file(word):
-                typed, reason = self.left_out.pop()
-                self.left_out.append((f"{typed} {word}", reason))
+                self._expect_value(option, form, fresh=fresh)
+                option, form, fresh = word, self._form(word), True
+                continue
+            if form == Role.OTHER_FILE or (form == Role.LEFT_OUT and not _names_file(word)):
+                self._leave_out(word)
                 form = ""
-            elif form == SWITCH and word.lower() in SWITCHED:
+            elif form == Role.SWITCH and word.lower() in SWITCHED:
                 self.settings = self.settings if SWITCHED[word.lower()] else self.settings[:-1]
                 form = ""
-            elif form in ("", LEFT_OUT, SWITCH, *SEVERAL):
+            elif right_form(before) and right_form(word) and not exists(word):  # --rank 4 8
+                self.conflicts.append(f"{option} has two values, {before} and {word}")
+            elif form in ("", Role.LEFT_OUT, Role.SWITCH) or (form in Role.SEVERAL and not fresh):
+                if form == Role.LEFT_OUT and self.left_out[-1][1] == NOT_KNOWN:  # the file has the role of its value
+                    self.left_out.pop()
                 self._take_word(word, form)
-                form = "" if form in (LEFT_OUT, SWITCH) else form
+                form = "" if form in (Role.LEFT_OUT, Role.SWITCH) else form
             else:
+                value = "" if form in (Role.STRENGTH, Role.ALPHA, *Role.SEVERAL) else word
                 form = self._take_value(option, form, word)
-        self._expect_value(option, form)
+            fresh = False
+        self._expect_value(option, form, fresh=fresh)
         return self
 
-    def _expect_value(self, option: str, form: str) -> None:
-        if form not in ("", LEFT_OUT, SWITCH, *SEVERAL):
+    def _expect_value(self, option: str, form: str, *, fresh: bool) -> None:
+        if fresh and form not in ("", Role.LEFT_OUT, Role.SWITCH):
             raise NotClear(option)
+
+    def _leave_out(self, value: str) -> None:
+        """Leave out a value with its option; NotClear for one of an unknown option that may be of use."""
+        typed, reason = self.left_out.pop()
+        if reason == NOT_KNOWN and (_numbers_in(value) or _looks_like_path(value)):
+            raise NotClear(value)
+        self.left_out.append((f"{typed} {value}", reason))
 
     def _form(self, option: str) -> str:
         """Return the form of an option with a value after it; SWITCH for one without, which is taken at once."""
-        name = _hyphened(option)
-        name = name if name in FOREIGN_OPTIONS else next(iter(alike(name, self.known, SIMILAR)), name)
+        name = hyphened(option)
+        meaning = meaning_of(option, self.known)
+        name = name if meaning else next(iter(alike(name, self.known, SIMILAR)), name)
         if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
-            return STRENGTH
+            return Role.STRENGTH
         if name in self.known:
             forms: tuple[str, ...] = (name if self.known[name].is_flag else f"{name} {{}}",)
         else:
-            meaning = meaning_of(option, near=True) or _leave("not known here")
+            meaning = meaning or UNKNOWN
             forms = meaning.forms
-            if LEFT_OUT in forms:
+            self.foreign = True
+            if {Role.LEFT_OUT, Role.OTHER_FILE} & {*forms}:
                 self.left_out.append((option, meaning.advice.removeprefix("leave it out: ")))
         form = next((form for form in forms if not form.startswith("-") or form.split()[0] in self.known), None)
         if form is None:
@@ -303,44 +156,67 @@ class TypedLine:
         if "{}" in form or not form.startswith("-"):
             return form
         self.settings.append(Setting(option, tuple(form.split())))
-        return SWITCH
+        return Role.SWITCH
 
     def _take_word(self, word: str, form: str) -> None:
         """Take a word after an option that may have several, or after none."""
         if _numbers_in(word) and not exists(word):
-            files = [*self.plain[-1:], *self.adapters[-1:]] if form != STRENGTHS else []
+            files = [*self.plain[-1:], *self.adapters[-1:]] if form != Role.STRENGTHS else []
             self.numbers.append(word)
-            self.strays += [word] * (form != STRENGTHS)
+            self.strays += [word] * (form != Role.STRENGTHS)
             self.followed += files[-1:]
-        elif (form == STRENGTHS and not _names_file(word)) or word.endswith((".yaml", ".yml")):
+        elif (form == Role.STRENGTHS and not _names_file(word)) or word.endswith((".yaml", ".yml")):
             raise NotClear(word)
         else:
-            (self.adapters if form == ADAPTERS else self.plain).extend(_in_our_syntax(word))
+            words = _in_our_syntax(word)
+            self.rewritten += [word] * (word not in words)
+            if form and not all(map(_looks_like_path, words)):
+                raise NotClear(word)
+            by_value = form and all(is_adapter(_Term.of(word).path) for word in words)
+            (self.adapters if by_value else self.plain).extend(words)
 
     def _take_value(self, option: str, form: str, value: str) -> str:
         """Take the value of an option; return the role of the next word."""
-        typed = f"{option} {value}"
-        if form == ALPHA:
-            number = right_form(value)
-            form = STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
-        if form in (STRENGTH, STRENGTHS):
+        typed, form = f"{option} {value}", self._agreed(form, value)
+        if form in Role.SEVERAL:
+            self._take_word(value, form)
+            return form
+        if form == Role.STRENGTH:
             self.numbers.append(value)
-            return STRENGTHS if form == STRENGTHS else ""
-        if form in (RULE, SHARE):
-            self.of_rank[form] = value
-        elif form == ONLY and value not in ONLY_PARTS:
-            raise NotClear(value)
-        elif form == ONLY:
-            self.settings.append(Setting(typed, ("--strength-for", ONLY_PARTS[value])))
-        elif form.startswith("-") and _hyphened(option) not in self.known:
+        elif form == "":
+            self.plain.append(value)
+        elif form == Role.LEFT_OUT:
+            self.left_out.append((typed, "the format is recognised"))
+        elif form.startswith("-") and hyphened(option) not in self.known:
             self.settings.append(Setting(typed, self.words_for(form, value)))
-        elif form != MODEL or not self.command.merges:
-            self.settings.append(Setting(typed, (form.split()[0], value)))
-        elif _names_file(value) and is_adapter(value):
-            self.adapters.append(value)
         else:
-            self.settings.append(Setting(typed, (BASE, value)))
+            self.settings.append(Setting(typed, (form.split()[0], value)))
         return ""
+
+    def _agreed(self, form: str, value: str) -> str:
+        """Return the form of an option with this value, "" for a file as it is without an option; NotClear for a value
+        that is none of the role that the words of the option have."""
+        number, known = right_form(value), exists(with_found_ending(value))
+        plain = not known and (bool(_numbers_in(value)) or value.lower() in SWITCHED)
+        of_file = form in (Role.BASE, Role.MODEL, Role.TUNED) and not _looks_like_path(value)
+        if (
+            "to" in self.command.options and form in (Role.MODEL, "-o {}") and _is_format(value)
+        ):  # --src peft --dst kohya
+            return Role.LEFT_OUT if form == Role.MODEL else "--to {}"
+        if form == Role.ALPHA:
+            return Role.STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
+        if form == Role.ONLY and value in ONLY_PARTS:
+            return f"--strength-for {ONLY_PARTS[value]}"
+        if (
+            of_file
+            or form == Role.ONLY
+            or (plain and form in ("-o {}", Role.ADAPTERS))
+            or (form == Role.JOBS and self.command.options)
+        ):
+            raise NotClear(value)
+        if form == Role.MODEL and self.command.merges:
+            return Role.ADAPTERS if known and is_adapter(value) else Role.BASE
+        return "" if form in (Role.MODEL, Role.JOBS) else form
 
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
@@ -352,7 +228,7 @@ class TypedLine:
             value = right_form(value)
         row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
         text = right_value(row, text) if row and value else text
-        if not value or not text:
+        if not value or not text or (name == "--to" and not _is_format(value)):
             raise NotClear(name)
         return name, text
 
@@ -377,8 +253,9 @@ class Correction(NamedTuple):
 
 def corrected(reading: TypedLine) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
+    _take_output(reading)
     files, first = _files(reading)
-    left_out, conflicts, numbers = [*reading.left_out], list[str](), reading.numbers
+    left_out, conflicts, numbers = [*reading.left_out], [*reading.conflicts], reading.numbers
     settings = _settings(reading, left_out, conflicts)
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
     weighted, has_options = "weights" in reading.command.options, bool(reading.command.options)
@@ -439,8 +316,15 @@ def _stated_alphas(settings: list[Setting], terms: Sequence[_Term]) -> list[tupl
 def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int, *, weighted: bool) -> str:
     """Return what is wrong with the strengths as they are typed; "" for nothing. `count`: of those by option."""
     stated = [term for term in terms if term.strength or term.parts]
+    if reading.conflicts or len(reading.rewritten) > 1:  # one word alone has an error with all of its readings
+        return next(iter(reading.conflicts), f"adapters have another syntax: {' '.join(reading.rewritten)}")
     if reading.strays:
         return f"a number is not an adapter: {' '.join(reading.strays)}"
+    try:
+        _ = [*map(float, ",".join(reading.numbers or ["1"]).split(","))] if weighted else []
+        _ = strengths([text for text in reading.numbers if not right_form(text)], 0)
+    except (UsageError, ValueError):
+        return f"{OWN_WEIGHTS if weighted else OWN_STRENGTHS[1]} has another syntax: {' '.join(reading.numbers)}"
     if weighted:
         return "snapshots have weights, not strengths" if stated else ""
     if not count or (count == len(terms) and not stated):
@@ -460,11 +344,21 @@ def _states_alpha(path: str) -> bool:
     return any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
 
 
+def _take_output(reading: TypedLine) -> None:
+    """Take the last file of a line of another program as the output, if it is not there and nothing else is."""
+    *before, last = reading.plain or [""]
+    has_one = any(setting.words[0] in ("-o", "--output") for setting in reading.settings)
+    enough = len([*before, *reading.adapters]) >= reading.required and all(map(_names_file, before))
+    if reading.foreign and not has_one and enough and last.endswith(ENDINGS) and not _names_file(last):
+        reading.plain = before
+        reading.settings.append(Setting(last, ("-o", last)))
+
+
 def _files(reading: TypedLine) -> tuple[list[str], int]:
     """Return the files in the order of our commands, and the number of those that are no adapters."""
     named = {path for word in reading.adapters for path in (word, _Term.of(word).path)}
-    command, base, tuned, model = reading.command, *(reading.file(role) for role in (BASE, TUNED, MODEL))
-    others = [*model, *(word for word in reading.plain if word not in named)]
+    command, base, tuned = reading.command, reading.file(Role.BASE), reading.file(Role.TUNED)
+    others = [word for word in reading.plain if word not in named]
     first = 2 if command.inputs == "checkpoints" else int(command.merges)
     if first == 2:
         files = [*base, *tuned, *others] if base else [*others, *tuned]
@@ -473,7 +367,8 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     else:
         files = [*others[:1], *reading.adapters, *others[1:]]
     most = len(files) if command.several or command.merges else max(first, 1)
-    swapped = first == 1 and base and not all(map(is_adapter, filter(_names_file, files[1:])))
+    models = (word for word in filter(_names_file, files[1:]) if not is_adapter(_Term.of(word).path))
+    swapped = reading.foreign and first == 1 and any(models)
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
         raise NotClear(" ".join(files))
     if command.merges and files[0] in files[1:]:  # a base is not its own adapter
@@ -483,9 +378,10 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
 
 def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: list[str]) -> list[Setting]:
     """Return the options of ours, the output first; add what is left out, and what has two values."""
-    settings, rule = [s for s in reading.settings if s.words[0] not in (PRECISION, BASE, TUNED, MODEL)], ""
+    settings = [setting for setting in reading.settings if setting.words[0].startswith("-")]
+    of_role = {setting.words[0]: setting for setting in reading.settings if setting not in settings}
     # Step 1: a precision is that of the computation if the line has another one for the output.
-    for setting in (s for s in reading.settings if s.words[0] == PRECISION):
+    if setting := of_role.get(Role.PRECISION):
         name = "--compute-dtype" if any(s.words[0] == "--dtype" for s in settings) else "--dtype"
         try:
             settings.append(Setting(setting.typed, reading.words_for(f"{name} {{}}", setting.words[1])))
@@ -494,25 +390,26 @@ def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: li
                 raise
             left_out.append((setting.typed, "sums are computed in fp32 or fp64"))
     # Step 2: a share with its rule is the rank, and a rank next to it is a limit.
-    if reading.of_rank:
-        rule = f"{FOREIGN_RULES.get(reading.of_rank.get(RULE, ''))}:{reading.of_rank.get(SHARE)}"
+    if {Role.RULE, Role.SHARE} & {*of_role}:
+        of_resize, share = (of_role[role].words[1] if role in of_role else "" for role in (Role.RULE, Role.SHARE))
+        rule = f"{FOREIGN_RULES.get(of_resize)}:{share}"
         if "rank" not in reading.command.options or not right_value(reading.command.options["rank"], rule):
             raise NotClear(rule)
         settings = [Setting(s.typed, ("--max-rank", s.words[1])) if s.words[0] == "--rank" else s for s in settings]
         settings = [Setting("--dynamic-param", ("--rank", rule)), *settings]
     # Step 3: two spellings of one option have one value.
     by_place = dict[Any, Setting]()
-    for setting in (*(s for s in reading.settings if s.words[0] in (BASE, TUNED, MODEL)), *settings):
+    for setting in (*(s for s in reading.settings if s.words[0] in (Role.BASE, Role.TUNED)), *settings):
         name, *value = setting.words
         parameter = reading.known.get(name)
         several = parameter is not None and parameter.multiple
         place = (parameter.name if parameter else name, several and (value[0].rpartition("=")[0] or value[0]))
         before = by_place.get(place, setting)
-        foreign = [s for s in (before, setting) if _hyphened(s.typed.split()[0]) not in reading.known]
+        foreign = [s for s in (before, setting) if hyphened(s.typed.split()[0]) not in reading.known]
         if before.words[1:] != setting.words[1:] and foreign:
             conflicts.append(f"{before.typed} and {setting.typed} contradict each other")
         by_place[place] = setting
-    kept = [s for s in by_place.values() if s.words[0] not in (BASE, TUNED, MODEL)]
+    kept = [setting for setting in by_place.values() if setting.words[0].startswith("-")]
     return sorted(kept, key=lambda s: s.words[0] not in ("-o", "--output"))
 
 
@@ -582,6 +479,18 @@ def _names_file(word: str) -> bool:
     return exists(word) or exists(with_found_ending(split_strength(word.partition(",")[0])[0]))
 
 
+def _is_format(value: str) -> bool:
+    """Return whether a value is the name of a format of adapters."""
+    from ..adapters_out.dialects import names
+
+    return value in names()
+
+
+def _looks_like_path(word: str) -> bool:
+    """Return whether a word names a file, or is written as a path or an address is."""
+    return _names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
+
+
 def _numbers_in(word: str) -> list[str]:
     """Return the numbers of "0.7", "0.7,0.3", "0.7:0.3" or "[0.7, 0.3]" in our form; [] for other words."""
     numbers = [right_form(number) for number in re.split(r"[,:;\s]+", word.strip("[](),;"))]
@@ -599,7 +508,7 @@ def corrected_line(command: str, args: Sequence[str], commands: Mapping[str, Any
     reading = TypedLine(row, known, required)
     try:
         reading.take(args)
-        of_adapters = len(reading.adapters) > 1 and not (reading.plain or reading.file(BASE) or reading.file(MODEL))
+        of_adapters = len(reading.adapters) > 1 and not (reading.plain or reading.file(Role.BASE))
         if command == MERGE and of_adapters:  # adapters alone: they become one adapter
             return corrected_line("combine", args, commands)
         return corrected(reading)
@@ -619,18 +528,26 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
             right = line(whole if command == MERGE else [command, *whole])
             raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`", f"write {right}")
     before = args[: args.index("--")] if "--" in args else args
-    names = [arg.partition("=")[0] for arg in before if arg.startswith("-") and not right_form(arg)]
-    foreign = [name for name in dict.fromkeys(names) if _is_foreign(name, known, command)]
+    pairs = zip(before, [*before[1:], ""], strict=False)
+    values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
+    names = [name for name in values if name.startswith("-") and not right_form(name)]
+    foreign = [name for name in names if _is_foreign(name, known, command, values[name])]
+    if foreign:
+        foreign = [name for name in names if name in foreign or not ({hyphened(name)} & {*known} or alike(name, known))]
     correction = corrected_line(command, args, commands)
     if foreign:
         what = f"there is no option {' nor '.join(foreign)} here"
-    elif correction and command in COMMANDS and {*map(_hyphened, names)} <= known.keys():
+    elif correction and command in COMMANDS and {*map(hyphened, names)} <= known.keys():
         what = correction.mistake
     else:
         return
     if correction and correction.conflicts:
         what = "; ".join(correction.conflicts)
-    fix = _fix(correction, foreign) if correction else _advices(foreign, command, parameters)
+    fix = (
+        _fix(correction, foreign)
+        if correction
+        else _advices({name: values[name] for name in foreign}, command, parameters)
+    )
     if what:
         raise UsageError(what, " ".join(args)[:200], fix)
 
@@ -646,25 +563,16 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
             raise UsageError("there is neither such a command nor such a file", " ".join(named), _fix(correction, ()))
 
 
-def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
-    """Return whether an option belongs to other programs, or to other commands of ours if it is a strength."""
-    plain = _hyphened(name)
+def _is_foreign(name: str, known: Collection[str], command: str, value: str = "") -> bool:
+    """Return whether an option belongs to other programs, as one does with a file after it, or to other commands of
+    ours if it is a strength."""
+    plain = hyphened(name)
     if plain in known or (command not in COMMANDS and f"{plain}s" in known):
         return False
-    if plain in FOREIGN_OPTIONS or plain[2:].replace("-", "_") in OPTIONS or plain in OWN_STRENGTHS:
-        return plain in FOREIGN_OPTIONS or (command in COMMANDS and plain in OWN_STRENGTHS)
-    return not alike(plain, known, SIMILAR) and meaning_of(name, near=True) is not None
-
-
-def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
-    """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
-    negated = name.startswith("--no-")
-    long = (option for option in known if option.startswith("--") and option.startswith("--no-") == negated)
-    words = {option[2:]: option for option in long}
-    if not name.startswith("--"):
-        return []
-    swapped = [word for word in words if sorted(word) == sorted(name[2:])]
-    return [words[word] for word in swapped[:1] or get_close_matches(name[2:], words, 1, cutoff)]
+    ours = plain[2:].replace("-", "_") in OPTIONS or plain in OWN_STRENGTHS
+    meaning = meaning_of(name, [*known, plain] if ours else known)
+    of_file = _names_file(value) and not ours and not alike(plain, known)
+    return meaning is not None or of_file or (command in COMMANDS and plain in OWN_STRENGTHS)
 
 
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
@@ -683,12 +591,17 @@ def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     return f"leave out {left_out}; {right}" if left_out else right
 
 
-def _advices(foreign: Sequence[str], command: str, parameters: Sequence[Any]) -> str:
-    """Return what to write for each option, if no line is certain."""
+def _advices(foreign: Mapping[str, str], command: str, parameters: Sequence[Any]) -> str:
+    """Return what to write for each option, if no line is certain. `foreign`: option → the word after it."""
     known = flags(parameters)
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"
     usage = f"{THE_BASE}; {ADAPTER_ORDER}" if command == MERGE else usage
-    meanings = [meaning_of(name) or Foreign(STRENGTH_FORMS, (STRENGTHS,)) for name in foreign]
-    advices = [usage if {BASE, MODEL, TUNED, ADAPTERS} & {*m.forms} else advice_on(m, known) for m in meanings]
+    of_files, advices = {Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS}, list[str]()
+    for name, value in foreign.items():
+        meaning = meaning_of(name, known) or UNKNOWN
+        if meaning is UNKNOWN and (right_form(value) or name in OWN_STRENGTHS):
+            meaning = Foreign(STRENGTH_FORMS, (Role.STRENGTHS,))
+        advice = "" if meaning is UNKNOWN else advice_on(meaning, known)
+        advices.append(usage if of_files & {*meaning.forms} else advice)
     return "; ".join(filter(None, dict.fromkeys(advices))) or f"see `lora-merge help {command}`"

@@ -23,7 +23,8 @@ from ..paths import exists, expand
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .corrected_line import flags, in_places, is_adapter, line, split_words
-from .foreign_options import alike, right_value
+from .foreign_names import alike
+from .foreign_options import right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"
@@ -267,8 +268,11 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
         if missing is not None and missing.param_type_name == "argument":
             required = [p for p in known.params if p.param_type_name == "argument" and p.required][len(plain) :]
             names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
-            right = [*called, *plain, *names, *options]
-            return f"write {line(in_places(right, flags(known.params)) or right)}; "
+            right = in_places([*called, *plain, *names, *options], flags(known.params))
+            other = [*called, "BASE", *plain, *options] if right and names == ["TUNED"] else []
+            turned = in_places(other, flags(known.params))
+            or_so = f"or, if {plain[0]} is the model after the training, {line(turned)}; " if turned else ""
+            return f"write {line(right or [*called, *plain, *names, *options])}; {or_so}"
         if extra := _extra(text):
             files = plain[: len(plain) - len(extra)]
             if plain[len(files) :] == extra:

@@ -19,7 +19,7 @@ from ..disk.system import has_gpu
 from ..dtypes import Memory, Source, StoredTensor
 from ..errors import ResourceError
 from ..files.encodings.base import Encoding
-from ..job import Job
+from ..job import Job, missing_unit
 from ..planning.plan import OutputTensor, Plan
 from .row_blocks import Block, blocks
 
@@ -195,8 +195,7 @@ def window_room(job: Job, workers: int = 1) -> int:
     if room < SMALLEST_WINDOW:
         least = (3 if on_gpu(job) else 2) * SLOTS * SMALLEST_WINDOW * workers
         shared = f", shared by {workers} workers" if workers > 1 else ""
-        unit = "" if limit >= 1 << 20 else "GB" if limit <= 64 else "MB"  # a number without a unit is in bytes
-        enough = f"{limit}{unit}" if unit else f"{least >> 20}MiB"
+        enough = f"{limit}{unit}" if (unit := missing_unit(limit)) else f"{least >> 20}MiB"
         raise ResourceError("the memory limit is too low", f"`--max-memory {limit}`{shared}",
                          f"write `--max-memory {enough}`")  # fmt: skip
     return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)

@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("https://example.org/a.safetensors lora.safetensors", 2, "downloads are switched off", "curl -L -O"),
     ("lora.safetensors ink.safetensors", 3, "the base is itself an adapter", "lora-merge combine"),
     ("base.safetensors", 2, "no adapter is named", "write lora-merge base.safetensors ink.safetensors:0.8"),
-    ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
+    ("merge", 2, "no base and no adapter is named", "lora-merge base.safetensors ink.safetensors:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
     ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write lora-merge base.safetensors lora.safetensors:3"),

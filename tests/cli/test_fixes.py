@@ -17,7 +17,7 @@ import yaml
 import lora_merge
 from lora_merge import errors
 from lora_merge.batch.schema import JobEntry
-from lora_merge.cli.foreign_options import FOREIGN_OPTIONS
+from lora_merge.cli.foreign_names import MEANINGS
 from lora_merge.models.part_factors import or_leave_out
 from lora_merge.option_texts import in_jobs_file, in_python
 from lora_merge.text import CODE, Message, expression
@@ -28,6 +28,7 @@ from tests.kit.files import load, save
 from tests.kit.fixes import BY_HAND, TYPED, UNTYPED
 from tests.kit.flux import flux, of_flux
 from tests.kit.models import TE, sd1
+from tests.kit.option_names import FOREIGN_OPTIONS
 from tests.kit.readme import ROOT
 from tests.kit.tensors import Tensors, rand
 from tests.kit.typed_fixes import (
@@ -45,7 +46,7 @@ from tests.kit.typed_fixes import (
     ways,
 )
 
-ADVICES: Final = {meaning.advice for meaning in FOREIGN_OPTIONS.values()}
+ADVICES: Final = {meaning.advice for _, meaning in MEANINGS}
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +314,7 @@ def test_option_of_another_program_is_answered_with_what_works(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value = "bf16" if "--dtype" in text else "0.5"
-    for name in (name for name, meaning in FOREIGN_OPTIONS.items() if meaning.advice == text):
+    for name in (name for name, meaning in FOREIGN_OPTIONS.items() if meaning and meaning.advice == text):
         with taken_down() as failures:
             assert run("combine", scene()["A"], scene()["B"], "-o", "x.safetensors", f"{name}x", value).code
             assert run(scene()["BASE"], scene()["A"], "-o", "x.safetensors", name).code

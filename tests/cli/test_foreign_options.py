@@ -65,6 +65,23 @@ LINES = {
     "-m base --lora-scaled one 0.5 -o x": "base one:0.5 -o x",
     "--base_model_path base --checkpoint_path one --dump_path x --alpha 0.75": "base one:0.75 -o x",
     "--model base --lora one --merge_dtype fp64 --output_dtype bf16 --threads 8 --output x": "base one --output x --compute-dtype fp64 --dtype bf16",
+    # musubi-tuner, and words of no known program: by the words of the name, and by the value
+    "--dit base --lora_weight one --lora_multiplier 0.6 --save_merged_model x": "base one:0.6 -o x",
+    "--base_model base --lora_weights one --lora_weights_scale 0.5 --output_path x": "base one:0.5 -o x",
+    "--transformer base --my_lora_file one --lora_scaling_factor 0.7 --result_to x": "base one:0.7 -o x",
+    "--unet base --lora_1 one --lora_1_coef 0.4 --lora_2 two --lora_2_coef 0.3": "base one:0.4 two:0.3",
+    "extract --base base --finetuned tuned --r 2 --output x": "extract base tuned --output x --rank 2",
+    "extract --model_a base --model_b tuned --rank 2": "extract base tuned --rank 2",
+    "resize --input_lora one --output_lora x --target_dim 2": "resize one -o x --rank 2",
+    "base one --fp16 --and_this two": "base two one --dtype fp16",
+    "--flux_model base --clip_l tuned --t5xxl tuned --models one --ratios 0.8 --save_to x": "base one:0.8 -o x",
+    "base one x.safetensors --weight 0.7 --is_sdxl": "base one:0.7 -o x.safetensors",
+    "extract base tuned x.safetensors --mode fixed --linear_dim 2 --conv_dim 1": "extract base tuned -o x.safetensors --rank 2 --conv-rank 1",
+    "convert --src ai-toolkit --dst sd-scripts --src_path one --dst_path x --base base": "convert one -o x --to sd-scripts --base base",
+    "convert --input one --output x --target diffusers --base base": "convert one --output x --to diffusers --base base",
+    "-m base --lora-scaled one 0.5 -t 4": "base one:0.5", "base one --cfg 7 --steps 20 --shard-size 5GB": "base one",
+    "--input_model base --lora_file one --mult 0.5 --o x": "base one:0.5 -o x", "base one --unet_lora_scale 0.5 --lora_dropout 0.1": "base one --strength-for unet=0.5",
+    "base one --strength0.5": "base one --strength=0.5", "base <lora:one:0.7> <lora:two:0.3>": "base one.safetensors:0.7 two.safetensors:0.3",
     # Single options
     "base one --model-type sd15": "base one", "base one --low-vram": "base one", "base one --threads 4": "base one",
     "base one --save_precsion fp16 --out x": "base one -o x --dtype fp16",
@@ -84,6 +101,10 @@ LINES = {
     "base <lora:one:0.8> --save_to x": "base one.safetensors:0.8 -o x", "base one,two -s 0.5 0.6": "base one:0.5 two:0.6",
     "base one@0.8 two --save_to x": "base one.safetensors:0.8 two -o x", "base one:0.8:0.5 --out x": "base one:1,unet=0.8,te=0.5 -o x",
     "base one --lora one:0.5": "base one:0.5", "base one -s -0.5 two 0.6": "base one:-0.5 two:0.6",
+    "average one two --weights 0.7:0.3": "average one two --weights 0.7,0.3", "average one two --weights [70%,30%]": "average one two --weights 0.7,0.3",
+    "base one two -s 0.7:0.3": "base one:0.7 two:0.3", "base one:0.5,0.6": "base one:1,unet=0.5,te=0.6", "base one:0.5;0.6": "base one:1,unet=0.5,te=0.6",
+    "base:0.5 one": "base one:0.5", "base:0.5 one:0.8 two,te=0": "base one:0.8 two:0.5,te=0", "base:0.5 one:0.8": "base one:0.8",
+    "resize one --rank 2 3": "resize one --rank 2", "combine one two --rank 2 3 -o x": "combine one two -o x --rank 2",
     # Two values for one option: the last
     "base one:0.5 --lora-weight 0.8 -o x": "base one:0.8 -o x", "base one:0.5 -s 0.6": "base one:0.6",
     "base one --save_to a -o b": "base one -o b", "base one --save_precision fp16 --dtype bf16": "base one --dtype bf16",
@@ -111,19 +132,31 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --fp16 --save_precision bf16", ["--fp16 and --save_precision bf16 contradict each other"]),
     ("base one:0.5 --lora-weight 0.8", ["one has two strengths, 0.5 and 0.8"]),
     ("base one --clip-skip 2 --template llama3 --out x", ["leave out --clip-skip 2, --template llama3 (not needed here); write"]),
-    ("base one --nonsense 3 --threads 4", ["--nonsense 3 (not known here) and --threads 4 (all cores are used)"]),
+    ("base one --nonsense x --threads 4", ["--nonsense x (not known here) and --threads 4 (all cores are used)"]),
     ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
+    ("batch --config j.json --jobs 2", ["write lora-merge batch j.json --workers 2\n"]),
+    ("compare --a base --b tuned", ["write lora-merge compare base tuned\n"]),
+    ("base one --vae tuned", ["leave it out: a merge is into one file; write lora-merge base one\n"]),
+    ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "write the strength after the file name"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
+    ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
+    ("base one:0.5,0.6,0.7", ["several strengths", "write one:0.5, or by block one:1,lbw=0.5,0.6,0.7\n"]),
+    ("extract tuned", ["write lora-merge extract tuned base.safetensors; or, if tuned is the model after the training, lora-merge extract base.safetensors tuned"]),
+    ("average base tuned", ["to write the difference of two models as an adapter: lora-merge extract base tuned\n"]),
+    ("average tuned base", ["lora-merge extract tuned base\n"]), ("base one --rank-for unet=2", ["lora-merge resize one --rank 16"]),
     ("base one two --ratio 0.8", ["give one for each adapter, such as lora-merge base one:0.8 two:0.8"]),
 ])  # fmt: skip
 def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     code, _, err = run(*words.split())
-    assert code == 2 and all(part in err for part in parts), err
+    assert code in (2, 3) and all(part in err for part in parts), err
 
 
 @pytest.mark.parametrize("words", [
     "base one --weight x", "base one --only IN04 --out o", "base one --config jobs.yaml", "one --base",
+    "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base --lora_count 3 --fp16 one",
+    "base one --fp16 --save_every 3", "base one --fp16 --model_length 512", "base one --fp16 --lora_targets q_proj",
+    "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16",
     "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

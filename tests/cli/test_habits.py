@@ -15,7 +15,6 @@ import pytest
 import lora_merge
 from lora_merge.cli import main as program
 from lora_merge.cli.compat import FOREIGN_COMMANDS
-from lora_merge.cli.foreign_options import FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
@@ -27,6 +26,7 @@ from tests.kit.command_line import Answer
 from tests.kit.files import load, save
 from tests.kit.flux import flux, of_flux
 from tests.kit.models import sd1_sample
+from tests.kit.option_names import FOREIGN_OPTIONS
 from tests.kit.tensors import rand
 
 Run = Callable[..., Answer]
@@ -104,8 +104,8 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
     code, _, err = run("base.safetensors", "lora.safetensors", option, "x")
     assert code == 2
     assert f"no option {option} here" in err
-    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN_OPTIONS[option].advice))
-    assert named <= OWN
+    meaning = FOREIGN_OPTIONS[option]
+    assert meaning is not None and {*re.findall(r"(?<![\w-])--?[a-z][a-z-]*", meaning.advice)} <= OWN
 
 
 @pytest.mark.parametrize("command", ["extract base.safetensors tuned.safetensors", "resize lora.safetensors"])
@@ -671,7 +671,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base lora -o loras/ink.safetensors", "choose another -o, or give --overwrite; write lora-merge base lora -o loras/ink.safetensors --overwrite"),
     ("combine base lora -o x", "name a LoRA or another adapter; to merge one into this model: lora-merge base lora"),
     ("resize base --rank 2", "name a LoRA or another adapter"),
-    ("base:0.5 lora", "name the base first: lora-merge base lora"),
+    ("base:0.5 lora", "a base has no strength: lora-merge base lora:0.5"),
     ("base", "name an adapter; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
