@@ -25,13 +25,8 @@ class Role:
     OTHER_FILE = "OTHER_FILE"  # one of the pipeline, which is left out whatever it is
     JOBS = "JOBS"  # a jobs file
     STRENGTHS, STRENGTH = "STRENGTHS", "STRENGTH"  # all numbers that follow, as in other programs; or one, as here
-    PRECISION, ALPHA, ONLY, RULE, SHARE = (
-        "PRECISION",
-        "ALPHA",
-        "ONLY",
-        "RULE",
-        "SHARE",
-    )  # an option of ours by its value
+    # An option of ours by its value.
+    PRECISION, ALPHA, ONLY, RULE, SHARE = "PRECISION", "ALPHA", "ONLY", "RULE", "SHARE"
     LEFT_OUT = "LEFT_OUT"  # a value, if there is one, with nothing to do here
     SWITCH = "SWITCH"  # "true" or "false" after an option that has no value here
     SEVERAL = (ADAPTERS, STRENGTHS)  # the roles with several words after the option
@@ -204,7 +199,9 @@ def advice_on(meaning: Foreign, known: Collection[str]) -> str:
 def hyphened(word: str) -> str:
     """Return the name of an option with hyphens, as options here have them."""
     name = word.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else name
+    if not name.startswith("--"):
+        return name
+    return re.sub("(?<=[a-z0-9])(?=[A-Z])", "-", name).replace("_", "-").lower()  # --lora_weight, --loraWeight
 
 
 def alike(name: str, known: Iterable[str], cutoff: float = 0.7) -> list[str]:
