@@ -20,7 +20,6 @@ from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
-from ..process import cores
 from ..proof.weights import within_rounding
 from .hashes import READ_BYTES
 from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
@@ -32,7 +31,7 @@ ROUNDED_SHARE: Final = 0.98
 cut off the largest numbers of some groups. Of a merge that is quantised anew more numbers are further away."""
 
 COMPARED_NUMBERS: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
-AT_ONCE: Final = 4  # tensors; quantised ones, and those with other names, are read whole
+AT_ONCE: Final = 4  # tensors, also on fewer cores: some wait for the disk; quantised and renamed ones are read whole
 NARROW_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 FAST_PLACE: Final = place("cpu", "F32")
 EXACT_PLACE: Final = place("cpu", "F64")
@@ -84,11 +83,11 @@ class TensorPair:
 
 
 def differences(a: Index, b: Index, lookup: Names) -> Iterator[TensorPair]:
-    """Yield every tensor of B with its difference from A; `lookup` are the names of A. Cores work side by side."""
+    """Yield every tensor of B with its difference from A; `lookup` are the names of A."""
     infos = [*b.parameters.values()]
     pairs = [counterpart(a, info, lookup) for info in infos]
     with Reader([a, b]) as reader:
-        pool = ThreadPoolExecutor(min(cores(), AT_ONCE), thread_name_prefix="compare", initializer=one_core)
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compare", initializer=one_core)
         try:
             yield from pool.map(_Pair(a, b, lookup, reader).compared, infos, pairs)
         finally:
