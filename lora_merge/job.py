@@ -193,7 +193,7 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
 
 def missing_unit(number: int) -> str:
     """Return the unit that a small number of bytes, such as 4, was probably meant with; "" for a larger one."""
-    return "" if number >= 1_000_000 else "GB" if number <= 64 else "MB"
+    return "" if not 0 < number < 1_000_000 else "GB" if number <= 64 else "MB"
 
 
 def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, **options: Any) -> Job:

@@ -109,7 +109,7 @@ def _unknown(text: object, option: str) -> UsageError:
     name = next(iter(get_close_matches("".join(names), SHARES, 1, 0.7) if names else SHARES[:1]), "")
     share = float(values[0].rstrip("%").replace(",", ".")) / (100 if values[0][-1] == "%" else 1) if values else 0.0
     what = f"{str(text)[:40]!r} is not a rule for ranks"
-    if name and len(values) == 1 and 0 < share <= 1:
+    if name and len(values) == 1 and 0 < share <= 1 and "-" not in str(text):
         near = f"{name}:{share:g}"
         return UsageError(what, option, f"did you mean {near}?").instead(str(text), near)
     return UsageError(what, option, f"use {GRAMMAR}")

@@ -102,8 +102,10 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths, or more."""
     if (two := re.fullmatch(_SEVERAL, text)) and not exists(f"{two['path']}:{two['unet']}"):
         if two["more"]:
-            by_block = re.sub("[:;/]", ",", text.removeprefix(f"{two['path']}:"))
-            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:1,lbw={by_block}"
+            by_block, strength = re.sub("[:;/]", ",", text.removeprefix(f"{two['path']}:")), "1"
+            if text.removeprefix(f"{two['path']}:{two['unet']}").startswith(":") and "," in text:  # NAME:0.7:1,0,…
+                strength, _, by_block = by_block.partition(",")
+            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:{strength},lbw={by_block}"
             raise UsageError("several strengths after one file", text[:200], fix)
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths after one file", text[:200], fix).instead(

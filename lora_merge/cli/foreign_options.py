@@ -94,6 +94,10 @@ class TypedLine:
     """Option as it is typed → reason."""
     conflicts: list[str] = field(default_factory=list)
     """What has two values."""
+    scaled: Sequence[str] = ()
+    """The file of an option for one file with its strength."""
+    valued: list[str] = field(default_factory=list)
+    """The options of ours without a value that have one."""
 
     def take(self, args: Sequence[str]) -> TypedLine:
         """Return itself with the words of a line; NotClear for a word without a role."""
@@ -104,13 +108,18 @@ class TypedLine:
                 self._expect_value(option, form, fresh=fresh)
                 option, form, fresh = word, self._form(word), True
                 continue
-            if form == Role.OTHER_FILE or (form == Role.LEFT_OUT and not _names_file(word)):
+            if form == Role.OTHER_FILE and right_form(word):  # --te 0.5
+                self._take_part(option, word)
+                form = ""
+            elif form == Role.OTHER_FILE or (form == Role.LEFT_OUT and not _names_file(word)):
                 self._leave_out(word)
                 form = ""
-            elif form == Role.SWITCH and word.lower() in SWITCHED:
-                self.settings = self.settings if SWITCHED[word.lower()] else self.settings[:-1]
+            elif form == Role.SWITCH and (word.lower() in SWITCHED or word.isdecimal()) and not exists(word):
+                self._take_switched(option, word.lower())
                 form = ""
             elif right_form(before) and right_form(word) and not exists(word):  # --rank 4 8
+                if self.settings and self.settings[-1].words[0] == "--strength-for":  # one for each adapter
+                    raise NotClear(word)
                 self.conflicts.append(f"{option} has two values, {before} and {word}")
             elif form in ("", Role.LEFT_OUT, Role.SWITCH) or (form in Role.SEVERAL and not fresh):
                 if form == Role.LEFT_OUT and self.left_out[-1][1] == NOT_KNOWN:  # the file has the role of its value
@@ -123,6 +132,24 @@ class TypedLine:
             fresh = False
         self._expect_value(option, form, fresh=fresh)
         return self
+
+    def _take_part(self, option: str, value: str) -> None:
+        """Take the strength of the text encoder after an option that may also name its file."""
+        if {"te", "clip", "encoder"}.isdisjoint(hyphened(option)[2:].split("-")):
+            raise NotClear(option)
+        self.left_out.pop()
+        self.settings.append(Setting(f"{option} {value}", ("--strength-for", f"te={right_form(value)}")))
+
+    def _take_switched(self, option: str, value: str) -> None:
+        """Take "true", "false" or a number after an option that has no value here."""
+        if value.isdecimal() and self.settings[-1].words == ("--device", "cuda"):  # --gpu 0
+            self.settings[-1] = Setting(f"{option} {value}", ("--device", f"cuda:{value}"))
+            return
+        if hyphened(option) in self.known:
+            self.valued.append(f"{option} {value}")
+        if not SWITCHED.get(value, True):
+            opposite = f"--no-{self.settings.pop().words[0][2:]}"
+            self.settings += [Setting(f"{option} {value}", (opposite,))] * (opposite in self.known)
 
     def _expect_value(self, option: str, form: str, *, fresh: bool) -> None:
         if fresh and form not in ("", Role.LEFT_OUT, Role.SWITCH):
@@ -160,12 +187,15 @@ class TypedLine:
 
     def _take_word(self, word: str, form: str) -> None:
         """Take a word after an option that may have several, or after none."""
+        if not _names_file(word) and (word.endswith((".yaml", ".yml", ".py")) or not (form or _may_be_file(word))):
+            raise NotClear(word)
         if _numbers_in(word) and not exists(word):
-            files = [*self.plain[-1:], *self.adapters[-1:]] if form != Role.STRENGTHS else []
+            files = [*self.plain[-1:], *self.adapters[-1:]] if form != Role.STRENGTHS else self.scaled
             self.numbers.append(word)
+            self.scaled = []
             self.strays += [word] * (form != Role.STRENGTHS)
             self.followed += files[-1:]
-        elif (form == Role.STRENGTHS and not _names_file(word)) or word.endswith((".yaml", ".yml")):
+        elif form == Role.STRENGTHS and not _names_file(word):
             raise NotClear(word)
         else:
             words = _in_our_syntax(word)
@@ -174,6 +204,7 @@ class TypedLine:
                 raise NotClear(word)
             by_value = form and all(is_adapter(_Term.of(word).path) for word in words)
             (self.adapters if by_value else self.plain).extend(words)
+            self.scaled = words if form == Role.STRENGTHS else []
 
     def _take_value(self, option: str, form: str, value: str) -> str:
         """Take the value of an option; return the role of the next word."""
@@ -185,6 +216,8 @@ class TypedLine:
             self.numbers.append(value)
         elif form == "":
             self.plain.append(value)
+        elif form == Role.BASE and self.required < 2 and not self.command.merges:  # of replay
+            raise NotClear(option)
         elif form == Role.LEFT_OUT:
             self.left_out.append((typed, "the format is recognised"))
         elif form.startswith("-") and hyphened(option) not in self.known:
@@ -257,6 +290,8 @@ def corrected(reading: TypedLine) -> Correction:
     files, first = _files(reading)
     left_out, conflicts, numbers = [*reading.left_out], [*reading.conflicts], reading.numbers
     settings = _settings(reading, left_out, conflicts)
+    if reading.foreign and any(s.words[0] == "--alpha" and right_form(s.words[1]).startswith("0.") for s in settings):
+        raise NotClear("--alpha")  # that of a network here, the share of the second input in a weighted sum
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
     weighted, has_options = "weights" in reading.command.options, bool(reading.command.options)
     terms = [_Term.of(word) for word in (expanded(files[first:]) if has_options else files[first:])]
@@ -280,6 +315,7 @@ def corrected(reading: TypedLine) -> Correction:
     # Step 2: options become strengths, or are left out.
     mistake = (reading.command.merges and _scaled(settings, terms)) or mistake
     left_out += _stated_alphas(settings, terms)
+    _take_part_strengths(settings, terms, reading.known)
     options = [word for setting in settings for word in setting.words]
     # Step 3: strengths follow the adapters, or become --weights.
     if weighted and values and repeated:
@@ -304,6 +340,20 @@ def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
     return f"{method} has no scale"
 
 
+def _take_part_strengths(settings: list[Setting], terms: Sequence[_Term], known: Collection[str]) -> None:
+    """Move the strengths of parts, which other programs have in place of the whole one, to the adapters with another
+    strength than 1: factors here multiply it."""
+    of_parts = [s for s in settings if s.words[0] == "--strength-for" and "=" not in s.typed]
+    of_parts = [s for s in of_parts if hyphened(s.typed.split()[0]) not in known]
+    values = dict(s.words[1].split("=") for s in of_parts if s.words[1].startswith(("te=", "unet=")))
+    if not values or all(term.strength in ("", "1") for term in terms):
+        return
+    settings[:] = [s for s in settings if s not in of_parts or s.words[1].partition("=")[0] not in values]
+    for term in terms:
+        parts = {part: values.get(part, term.strength or "1") for part in ("unet", "te")}
+        term.strength, term.parts = "1", "".join(f",{part}={value}" for part, value in parts.items()) + term.parts
+
+
 def _stated_alphas(settings: list[Setting], terms: Sequence[_Term]) -> list[tuple[str, str]]:
     """Take an alpha of another program out of the settings if all files state theirs; return what is left out."""
     alphas = [s for s in settings if s.words[0] == "--setting" and not s.typed.startswith("--setting")]
@@ -318,8 +368,9 @@ def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int, *, weighted
     stated = [term for term in terms if term.strength or term.parts]
     if reading.conflicts or len(reading.rewritten) > 1:  # one word alone has an error with all of its readings
         return next(iter(reading.conflicts), f"adapters have another syntax: {' '.join(reading.rewritten)}")
-    if reading.strays:
-        return f"a number is not an adapter: {' '.join(reading.strays)}"
+    if reading.valued or reading.strays:
+        stray = f"a number is not an adapter: {' '.join(reading.strays)}"
+        return f"an option without a value has one: {', '.join(reading.valued)}" if reading.valued else stray
     try:
         _ = [*map(float, ",".join(reading.numbers or ["1"]).split(","))] if weighted else []
         _ = strengths([text for text in reading.numbers if not right_form(text)], 0)
@@ -407,6 +458,9 @@ def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: li
         before = by_place.get(place, setting)
         foreign = [s for s in (before, setting) if hyphened(s.typed.split()[0]) not in reading.known]
         if before.words[1:] != setting.words[1:] and foreign:
+            of_several = len(reading.adapters) + len(reading.plain) - (not reading.file(Role.BASE)) > 1
+            if name == "--strength-for" and of_several:  # each may be for another adapter
+                raise NotClear(setting.typed)
             conflicts.append(f"{before.typed} and {setting.typed} contradict each other")
         by_place[place] = setting
     kept = [setting for setting in by_place.values() if setting.words[0].startswith("-")]
@@ -489,6 +543,12 @@ def _is_format(value: str) -> bool:
 def _looks_like_path(word: str) -> bool:
     """Return whether a word names a file, or is written as a path or an address is."""
     return _names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
+
+
+def _may_be_file(word: str) -> bool:
+    """Return whether a word without an option is a number or a file, maybe a misspelt one; words of other programs,
+    such as INALL, are in capitals."""
+    return _looks_like_path(word) or bool(_numbers_in(word)) or word.islower()
 
 
 def _numbers_in(word: str) -> list[str]:

@@ -255,9 +255,10 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
-        stated = [word for word in words[1:] if right_form(word) and not exists(word)][-1:]  # resize FILE 16
-        others, row = [word for word in words if word not in stated], COMMANDS.get(command)
+        row, (plain, _) = COMMANDS.get(command), split_words(words, flags(known.params) if known else {})
         option = row and row.options.get(flag[2:])
+        stated = [word for word in plain if option and right_form(word) and not exists(word)][-1:]  # resize FILE 16
+        others = [word for word in words if word not in stated]
         stated = [(option and right_value(option, word)) or value for word in stated]  # --rank
         return f"write {line([*others, flag, *(stated or [value])])}; "
     if value and words[-1:] == [flag]:

@@ -44,6 +44,14 @@ LINES = {
     "extract --model_tuned tuned --model_org base --linear_dim 2": "extract base tuned --rank 2",
     "base one --save_precision float --no_metadata --metadata_title T": "base one --dtype fp32 --no-metadata --title T",
     "base --network_weights one --network_mul 0.7": "base one:0.7",
+    # Values of switches, strengths of parts, cameled names.
+    "base one --overwrite true -o x": "base one -o x --overwrite",
+    "base one --verify false": "base one --no-verify",
+    "base one --no_verify=true -v 2": "base one --no-verify -v",
+    "base one --loraWeight 0.5 --savePrecision bf16": "base one:0.5 --dtype bf16",
+    "base one --strength 0.7 --text-encoder-strength 0.3": "base one:1,unet=0.7,te=0.3",
+    "base one:0.6 --te 0": "base one:1,unet=0.6,te=0",
+    "-m base --lora one --lora-scaled two 0.3 -o x": "base one two:0.3 -o x",
     # supermerger, ComfyUI, stable-diffusion.cpp
     "base one --alpha 0.6 --lbw te=0": "base one:0.6 --strength-for te=0",
     "base one --block-weights te=0": "base one --strength-for te=0",
@@ -157,6 +165,9 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
     "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base --lora_count 3 --fp16 one",
     "base one --fp16 --save_every 3", "base one --fp16 --model_length 512", "base one --fp16 --lora_targets q_proj",
     "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16",
+    "base --lora one --strength_model 0.7 --lora two --strength_model 0.4", "base one two --strength_model 0.7 0.2",
+    "--sd_model base --models one two --ratios 0.7 0.3 --lbws OUTALL INALL", "base one --exclude_patterns blocks.0 --half",
+    "average --model_a one --model_b two --alpha 0.3", "replay base --base one -o x", "script.py --base base --outfile x one",
     "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
