@@ -231,7 +231,11 @@ def check_name(container: OutputContainer) -> None:
     if not container.fits(output):
         right, kind = output.with_suffix(container.suffix), "GGUF" if container.is_gguf else "safetensors"
         what = f"a {kind} file cannot be named {output.suffix}" if output.suffix else f"a {kind} file needs an ending"
-        other = ", or write `--dtype bf16` for .safetensors" if container.is_gguf and base.gguf is not None else ""
+        plain = output.with_suffix(".safetensors")
+        named = "" if output == plain else f" -o {typed([str(plain)])}"
+        other = (
+            f", or write `--dtype bf16{named}` for .safetensors" if container.is_gguf and base.gguf is not None else ""
+        )
         error = UsageError(what, str(output), f"name it {container.suffix}{other}")
         raise error.instead(str(output), str(right))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import struct
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from lora_merge.recipes.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit import gguf_files as by_library
 from tests.kit import gguf_models
+from tests.kit.command_line import run as command_line
 from tests.kit.files import load
 from tests.kit.gguf_models import LAYERS, TOUCHED, change, flux, normal, style
 from tests.kit.hostile_commands import ADAPTER, LLAMA
@@ -377,3 +379,17 @@ def test_entries_and_shapes_of_a_stranger_are_refused(
         adapter.write_bytes(container_of(ADAPTER, [f"{name}.lora_{x}" for name in weights for x in "ab"]))
         with pytest.raises((InputError, FitError)):
             lora_merge.merge(base, adapter, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize("output", ["out.safetensors", "out.ckpt"])
+def test_lines_for_another_ending_are_right(
+    tmp_path: Path, adapter: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_library.write(tmp_path / "flux.gguf", "flux", flux("Q8_0"))
+    answer = command_line("flux.gguf", adapter, "-o", output)
+    assert answer.code == 2, answer
+    lines = answer.err.strip().partition("; write lora-merge ")[2].split("; or lora-merge ")
+    assert len(lines) == 2, answer.err
+    assert [command_line(*shlex.split(line)).code for line in lines] == [0, 0]
+    assert {path.name for path in tmp_path.glob("out.*")} == {"out.gguf", "out.safetensors"}
