@@ -148,8 +148,8 @@ def _as_text(field: int | str, value: Any) -> str:
     """Return the sentence for a value that should be one text."""
     if isinstance(value, list | tuple | dict):
         texts = [*value.values()] if isinstance(value, dict) else [*value]
-        one = len(texts) == 1 and isinstance(texts[0], str) and isinstance(field, str)
-        right = f"; write {flow({field: texts[0]})[1:-1]}" if one else ""
+        is_text = len(texts) == 1 and isinstance(texts[0], str) and isinstance(field, str)
+        right = f"; write {flow({field: texts[0]})[1:-1]}" if is_text else ""
         return f"should be one text, not a {'table' if isinstance(value, dict) else 'list'}{right}"
     return f"should be text; quote it: {json.dumps(str(value))}" if value is not None else "should be text"
 

@@ -211,12 +211,12 @@ def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], param
     replaced = {name for flag, _ in stated for name in names[flag]}
     replaced |= {"--overwrite"} if "-o" in replaced else set()  # the new name is free
     values = {value for _, value in stated if value}  # such as an output without its option
-    kept, is_value = list[str](), False
+    right, is_value = list[str](), False
     for word in words:
         flag, equals, _ = word.partition("=")
-        kept += [word] * (not is_value and flag not in replaced and word not in values)
+        right += [word] * (not is_value and flag not in replaced and word not in values)
         is_value = flag in replaced and not equals and not known[flag]
-    return [*kept, *(word for option in stated for word in option if word)]
+    return [*right, *(word for option in stated for word in option if word)]
 
 
 def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[str]:

@@ -463,8 +463,8 @@ def _settings(reading: TypedLine, left_out: list[tuple[str, str]], conflicts: li
                 raise NotClear(setting.typed)
             conflicts.append(f"{before.typed} and {setting.typed} contradict each other")
         by_place[place] = setting
-    kept = [setting for setting in by_place.values() if setting.words[0].startswith("-")]
-    return sorted(kept, key=lambda s: s.words[0] not in ("-o", "--output"))
+    of_ours = [setting for setting in by_place.values() if setting.words[0].startswith("-")]
+    return sorted(of_ours, key=lambda s: s.words[0] not in ("-o", "--output"))
 
 
 @dataclass

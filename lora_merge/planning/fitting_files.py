@@ -77,11 +77,11 @@ class Fitting(Choice):
 
     def _fits(self, file: Path) -> bool:
         try:
-            one = _opened(file, adapter=self._adapter)
+            opened = _opened(file, adapter=self._adapter)
         except MergeError:
             return False
         is_new = all(other.header.path != file for other in self._partners)
-        return (one.adapter is not None) is self._adapter and is_new and all(_fit(one, p) for p in self._partners)
+        return (opened.adapter is not None) is self._adapter and is_new and all(_fit(opened, p) for p in self._partners)
 
 
 def fitting(folder: Path, partners: Sequence[Path] = (), *, adapter: bool) -> list[Path]:
@@ -124,11 +124,11 @@ def _opened(path: Path, *, adapter: bool) -> _Input:
     return _Input(index, names(index))
 
 
-def _fit(one: _Input, other: _Input) -> bool:
+def _fit(first: _Input, other: _Input) -> bool:
     """Return whether an adapter matches a model with all its modules, or whether two models are alike."""
-    model, file = (one, other.adapter) if one.names else (other, one.adapter)
-    if one.names and other.names:
-        return _are_alike(one, other)
+    model, file = (first, other.adapter) if first.names else (other, first.adapter)
+    if first.names and other.names:
+        return _are_alike(first, other)
     if file is None or model.names is None:  # two adapters
         return True
     few = replace(file, modules=file.modules[:: len(file.modules) // SAMPLE + 1], strange=())
@@ -146,14 +146,14 @@ def _matches(file: AdapterFile, base: Index, lookup: Names) -> bool:
     return bool(match.modules) and not match.unmatched
 
 
-def _are_alike(one: _Input, other: _Input) -> bool:
+def _are_alike(model: _Input, other: _Input) -> bool:
     """Return whether two models have one architecture and the same shapes, so that their difference is a change."""
-    first, second = one.header.tensors, other.header.tensors
+    first, second = model.header.tensors, other.header.tensors
     both = first.keys() & second.keys()
     return (
-        one.names is not None
+        model.names is not None
         and other.names is not None
-        and one.names.architecture == other.names.architecture
+        and model.names.architecture == other.names.architecture
         and len(both) * 2 > min(len(first), len(second))
         and all(first[name].shape == second[name].shape for name in both)
     )
