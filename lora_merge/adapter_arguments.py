@@ -17,7 +17,10 @@ from .text import python_code
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
 
-_TAG: Final = r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?(?::(?P<lbw>lbw=[^:]+))?(?::.*)?>"
+_TAG: Final = (
+    r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?"
+    r"(?::(?:lbw=)?(?P<lbw>[A-Z][A-Z0-9]*|[0-9.]+(?:,[0-9.]+)+))?(?::dyn=[0-9]+)?>"
+)
 """An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
 U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
 
@@ -124,8 +127,8 @@ def of_tags(text: str) -> list[tuple[str, str, str]]:
 
 
 def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
-    both = f"unet={tag['unet']},te={tag['te']}" if tag["unet"] else ""
-    return _named(str(tag["path"])), "1" if both else tag["te"] or "1", ",".join(filter(None, (both, tag["lbw"])))
+    both, by_block = f"unet={tag['unet']},te={tag['te']}" if tag["unet"] else "", tag["lbw"] and f"lbw={tag['lbw']}"
+    return _named(str(tag["path"])), "1" if both else tag["te"] or "1", ",".join(filter(None, (both, by_block)))
 
 
 def _named(path: str) -> str:

@@ -51,6 +51,10 @@ HIGHEST_STRENGTH: Final = 2.0
 
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
+NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
+"""Numbers after an option without a value that are meant as its value, and not as a strength."""
+FEW: Final = 4
+"""Numbers in one word that may be strengths of adapters."""
 LINEAR: Final = (SUM, "compose")
 """The methods without a factor for the combined change."""
 
@@ -114,7 +118,7 @@ class TypedLine:
             elif form == Role.OTHER_FILE or (form == Role.LEFT_OUT and not _names_file(word)):
                 self._leave_out(word)
                 form = ""
-            elif form == Role.SWITCH and (word.lower() in SWITCHED or word.isdecimal()) and not exists(word):
+            elif form == Role.SWITCH and (word.lower() in SWITCHED or re.fullmatch(NO_STRENGTH, word)):
                 self._take_switched(option, word.lower())
                 form = ""
             elif right_form(before) and right_form(word) and not exists(word):  # --rank 4 8
@@ -142,6 +146,8 @@ class TypedLine:
 
     def _take_switched(self, option: str, value: str) -> None:
         """Take "true", "false" or a number after an option that has no value here."""
+        if "-" in value or "," in value:  # --gpu 0,1
+            raise NotClear(value)
         if value.isdecimal() and self.settings[-1].words == ("--device", "cuda"):  # --gpu 0
             self.settings[-1] = Setting(f"{option} {value}", ("--device", f"cuda:{value}"))
             return
@@ -295,6 +301,8 @@ def corrected(reading: TypedLine) -> Correction:
     # Step 1: each strength gets its adapter: in order, or those without a strength in order.
     weighted, has_options = "weights" in reading.command.options, bool(reading.command.options)
     terms = [_Term.of(word) for word in (expanded(files[first:]) if has_options else files[first:])]
+    if any(len(_numbers_in(text)) > max(len(terms), FEW) for text in numbers):  # weights of blocks
+        raise NotClear(numbers[-1])
     values = _values(numbers, terms)
     if values and not weighted and "strength" not in reading.command.options:
         raise NotClear(values[0])

@@ -167,6 +167,7 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
     "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16",
     "base --lora one --strength_model 0.7 --lora two --strength_model 0.4", "base one two --strength_model 0.7 0.2",
     "--sd_model base --models one two --ratios 0.7 0.3 --lbws OUTALL INALL", "base one --exclude_patterns blocks.0 --half",
+    "base one --gpu 0,1", "base one --fp16 -1", "--sd_model base --models one two --ratios 0.7 0.3 --lbws 1,0,0,1,1 0,1,0,1,1",
     "average --model_a one --model_b two --alpha 0.3", "replay base --base one -o x", "script.py --base base --outfile x one",
     "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
 ])  # fmt: skip

@@ -675,6 +675,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base", "name an adapter; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
+    ("base lora --gpu 0", "write lora-merge base lora --device cuda:0"),
     ("resize lora --alpha 8", "write lora-merge resize lora --alpha 8 --rank 16; see lora-merge help resize"),
     ("base lora --max-memory 4", "write lora-merge base lora --max-memory 4GB"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
