@@ -127,7 +127,8 @@ def of_tags(text: str) -> list[tuple[str, str, str]]:
 
 
 def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
-    both, by_block = f"unet={tag['unet']},te={tag['te']}" if tag["unet"] else "", tag["lbw"] and f"lbw={tag['lbw']}"
+    both = f"unet={tag['unet']},te={tag['te']}" if tag["unet"] else ""
+    by_block = f"lbw={tag['lbw']}" if tag["lbw"] else ""
     return _named(str(tag["path"])), "1" if both else tag["te"] or "1", ",".join(filter(None, (both, by_block)))
 
 

@@ -49,7 +49,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
 TYPES: Final = {"str | int": int, "int": int, "Sequence[float]": list, "Sequence[str | Path]": list, "bool": bool}
 """Annotation of a parameter → the type of a value without a name that was probably meant for it."""
 
-OF_FILES: Final = ("base", "output")
+FOR_FILES: Final = ("base", "output")
 """Parameters that functions for tensors in memory lack."""
 
 IN_MEMORY: Final = ("merge", "plan", "merge_state_dict")
@@ -95,7 +95,7 @@ def _unknown_name(
         if name in COMMAND_ONLY:
             fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
             return f"only the command line has the option {name!r}", fix
-        if name in OF_FILES and {"state_dict", "model"} & parameters.keys():
+        if name in FOR_FILES and {"state_dict", "model"} & parameters.keys():
             return f"there is no parameter {name!r}", "for files use merge()"
         if name not in known:
             near = get_close_matches(name, parameters, 1) or [MEANT.get(name, "")] * (MEANT.get(name) in known)

@@ -60,9 +60,6 @@ MethodName: TypeAlias = Literal[
 ]  # fmt: skip
 
 
-OF_FUNCTIONS: Final = ("base", "adapters", "output", "progress", "strengths")
-"""Parameters of Python's functions that are no options of the command line."""
-
 STRENGTHS: Final = "strengths"
 """Another name for the option `strength` in Python, where it is a list."""
 

@@ -9,7 +9,6 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import isfinite, isnan, nan, prod, sqrt
@@ -155,7 +154,7 @@ def recomputation(
 ) -> Recomputation:
     """Return the second computation of changes of these weights, for one thread. `stored`: as for `Recomputation`."""
     facts: Any = _Facts(job.inputs, base, weights)
-    return Recomputation(facts, reader, ThreadPoolExecutor(1), full=True, stored=stored)
+    return Recomputation(facts, reader, full=True, stored=stored)
 
 
 def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:

@@ -102,10 +102,12 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths, or more."""
     if (two := re.fullmatch(_SEVERAL, text)) and not exists(f"{two['path']}:{two['unet']}"):
         if two["more"]:
-            by_block, strength = re.sub("[:;/]", ",", text.removeprefix(f"{two['path']}:")), "1"
-            if text.removeprefix(f"{two['path']}:{two['unet']}").startswith(":") and "," in text:  # NAME:0.7:1,0,…
-                strength, _, by_block = by_block.partition(",")
-            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:{strength},lbw={by_block}"
+            every = text.removeprefix(f"{two['path']}:")
+            strength, _, by_block = every.partition(":")  # NAME:0.7:1,0,…
+            if "," in strength or "," not in by_block:
+                strength, by_block = "1", every
+            lbw = re.sub("[:;/]", ",", by_block)
+            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:{strength},lbw={lbw}"
             raise UsageError("several strengths after one file", text[:200], fix)
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths after one file", text[:200], fix).instead(

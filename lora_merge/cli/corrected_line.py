@@ -52,7 +52,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     if not isinstance(error, MergeError) or not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
-    as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _path_of(error.where))
+    as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and path_of(error.where))
     if as_base and command == MERGE:
         known = {name: flags(commands[name].params) for name in (MERGE, "combine")}
         fix = _in_order(rest, known)
@@ -80,7 +80,7 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
         return ""
     known, ways = flags(parameters), list[str]()
     plain, _ = split_words(words, known)
-    files = {word: path for word in plain if (path := _path_of(word))}
+    files = {word: path for word in plain if (path := path_of(word))}
     by_user = {path: word for word, path in files.items()}
     for way in fix.written.split("; "):
         pieces, unfilled, purpose = CODE.split(way), False, way.startswith("to ")
@@ -101,7 +101,7 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
 
 def _in_typed_order(words: Sequence[str], stated: Sequence[str]) -> list[str]:
     """Return a command with its models in the order in which the user has them."""
-    models = [word for word in stated if word in words and not is_adapter(_path_of(word))]
+    models = [word for word in stated if word in words and not is_adapter(path_of(word))]
     ordered = iter(models)
     return [next(ordered) if word in models else word for word in words]
 
@@ -127,9 +127,9 @@ def in_places(
     if at is None:
         return [*words]
     place, colon, strength = words[at].partition(":")
-    partners = [path for word in split_words(words, known)[0] if (path := _path_of(word))]
+    partners = [path for word in split_words(words, known)[0] if (path := path_of(word))]
     for file in _of_role(partners, stated, adapter=PLACES[place], folders=folders):
-        word = file if _path_of(file) in map(_path_of, stated) else f"{file}{colon}{strength}"
+        word = file if path_of(file) in map(path_of, stated) else f"{file}{colon}{strength}"
         if filled := in_places([*words[:at], word, *words[at + 1 :]], known, stated, folders=folders):
             return filled
     return []
@@ -142,7 +142,7 @@ def _of_role(partners: Sequence[str], stated: Sequence[str], *, adapter: bool, f
     others, of_role = [Path(path) for path in partners], False
     chosen = list[str]()
     for word in stated:
-        if is_adapter(path := _path_of(word)) is adapter:
+        if is_adapter(path := path_of(word)) is adapter:
             of_role = True
             free = Path(path) not in others and all(fit(Path(path), other) for other in others)
             chosen += [word if adapter else _bare(word)] * free  # a base has no strength
@@ -163,7 +163,7 @@ def _place(word: str) -> str:
     return name if name in PLACES and not exists(word) else ""
 
 
-def _path_of(word: str) -> str:
+def path_of(word: str) -> str:
     """Return the path of the file that a word names, with its strength or without; "" if there is none."""
     path = with_found_ending(_bare(word))
     return str(expand(path)) if exists(path) else ""
@@ -236,7 +236,7 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
 
 def _names_twice(new: Sequence[str], words: Sequence[str]) -> bool:
     """Return whether a line names one file twice in place of two, such as the base in the place of an adapter."""
-    kinds = ({with_found_ending(split_strength(word.partition(",")[0])[0]) for word in line} for line in (new, words))
+    kinds = ({with_found_ending(_bare(word)) for word in line} for line in (new, words))
     return len(next(kinds)) < len(next(kinds))
 
 
@@ -254,7 +254,7 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     """Return the fix for a merge whose first word is an adapter, or a base with a strength: the model first, or
     `combine`."""
     plain, options = split_words(words, known[MERGE])
-    model = next((word for word in plain if (path := _path_of(word)) and not is_adapter(path)), "")
+    model = next((word for word in plain if (path := path_of(word)) and not is_adapter(path)), "")
     if model:
         # A base has no strength: that of the first adapter without one is meant.
         adapters, strength = [word for word in plain if word != model], model.removeprefix(_bare(model))

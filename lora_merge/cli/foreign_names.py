@@ -1,6 +1,6 @@
 """Names of options of other programs, and what each is here: a role, an option of ours, or nothing.
 
-A name has its meaning by its words, so that the options of programs that nobody has listed are understood, too. The
+A name has its meaning by its words, so that options of programs that are not listed are understood, too. The
 names are those of sd-scripts, musubi-tuner, LyCORIS, supermerger, ComfyUI's nodes, diffusers, PEFT, LLaMA-Factory,
 Axolotl, Unsloth, FastChat, mergekit, llama.cpp and cp.
 """

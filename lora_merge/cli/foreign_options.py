@@ -19,7 +19,7 @@ from ..adapter_arguments import right_form
 from ..addresses import split
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
-from ..merge_methods import SUM
+from ..merge_methods import METHODS, SUM
 from ..option_texts import value_of
 from ..options import OPTIONS, SWITCHED, Option, checked_value
 from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending
@@ -27,7 +27,7 @@ from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, check_adapter, check_parts, check_tag, check_two, expanded, strengths
 from .compat import FOREIGN_COMMANDS, check_dashes
-from .corrected_line import flags, is_adapter, line
+from .corrected_line import flags, is_adapter, line, path_of
 from .foreign_names import (
     FOREIGN_RULES,
     LORA_ALPHA,
@@ -55,8 +55,6 @@ NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
 """Numbers after an option without a value that are meant as its value, and not as a strength."""
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
-LINEAR: Final = (SUM, "compose")
-"""The methods without a factor for the combined change."""
 
 
 class Setting(NamedTuple):
@@ -81,7 +79,7 @@ class TypedLine:
     required: int
     """The number of files that the command needs."""
     foreign: bool = False
-    """Whether an option is none of the command."""
+    """Whether the command lacks one of the options."""
     settings: list[Setting] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
     """Files without an option."""
@@ -170,9 +168,9 @@ class TypedLine:
 
     def _form(self, option: str) -> str:
         """Return the form of an option with a value after it; SWITCH for one without, which is taken at once."""
-        name = hyphened(option)
-        meaning = meaning_of(option, self.known)
-        name = name if meaning else next(iter(alike(name, self.known, SIMILAR)), name)
+        name, meaning = hyphened(option), None
+        if name not in self.known and (meaning := meaning_of(option, self.known)) is None:
+            name = next(iter(alike(name, self.known, SIMILAR)), name)
         if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
             return Role.STRENGTH
         if name in self.known:
@@ -234,24 +232,19 @@ class TypedLine:
 
     def _agreed(self, form: str, value: str) -> str:
         """Return the form of an option with this value, "" for a file as it is without an option; NotClear for a value
-        that is none of the role that the words of the option have."""
+        that does not have the role which the words of the option state."""
         number, known = right_form(value), exists(with_found_ending(value))
         plain = not known and (bool(_numbers_in(value)) or value.lower() in SWITCHED)
         of_file = form in (Role.BASE, Role.MODEL, Role.TUNED) and not _looks_like_path(value)
-        if (
-            "to" in self.command.options and form in (Role.MODEL, "-o {}") and _is_format(value)
-        ):  # --src peft --dst kohya
+        may_be_format = "to" in self.command.options and form in (Role.MODEL, "-o {}")
+        if may_be_format and _is_format(value):  # --src peft --dst kohya
             return Role.LEFT_OUT if form == Role.MODEL else "--to {}"
         if form == Role.ALPHA:
             return Role.STRENGTHS if number and abs(float(number)) <= HIGHEST_STRENGTH else LORA_ALPHA.forms[0]
         if form == Role.ONLY and value in ONLY_PARTS:
             return f"--strength-for {ONLY_PARTS[value]}"
-        if (
-            of_file
-            or form == Role.ONLY
-            or (plain and form in ("-o {}", Role.ADAPTERS))
-            or (form == Role.JOBS and self.command.options)
-        ):
+        other = form == Role.ONLY or (form == Role.JOBS and self.command.options)
+        if of_file or other or (plain and form in ("-o {}", Role.ADAPTERS)):
             raise NotClear(value)
         if form == Role.MODEL and self.command.merges:
             return Role.ADAPTERS if known and is_adapter(value) else Role.BASE
@@ -339,8 +332,8 @@ def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
     """Take the factor of a merge by sum out of the settings, as one of each strength; return what is wrong with it."""
     by_name = {setting.words[0]: setting for setting in settings}
     method = by_name["--method"].words[1] if "--method" in by_name else SUM
-    scale = right_form(by_name["--scale"].words[1]) if "--scale" in by_name else ""
-    if not scale or float(scale) == 1 or method not in LINEAR:
+    scale, row = right_form(by_name["--scale"].words[1]) if "--scale" in by_name else "", METHODS.get(method)
+    if not scale or float(scale) == 1 or row is None or row.combines:
         return ""
     settings.remove(by_name["--scale"])
     for term in terms:
@@ -414,7 +407,7 @@ def _take_output(reading: TypedLine) -> None:
 
 
 def _files(reading: TypedLine) -> tuple[list[str], int]:
-    """Return the files in the order of our commands, and the number of those that are no adapters."""
+    """Return the files in the order of our commands, and how many of the first are no adapters."""
     named = {path for word in reading.adapters for path in (word, _Term.of(word).path)}
     command, base, tuned = reading.command, reading.file(Role.BASE), reading.file(Role.TUNED)
     others = [word for word in reading.plain if word not in named]
@@ -538,7 +531,7 @@ def _in_our_syntax(word: str) -> Sequence[str]:
 
 def _names_file(word: str) -> bool:
     """Return whether a word names a file that is there, with or without a strength."""
-    return exists(word) or exists(with_found_ending(split_strength(word.partition(",")[0])[0]))
+    return exists(word) or bool(path_of(word))
 
 
 def _is_format(value: str) -> bool:
@@ -611,13 +604,11 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
         return
     if correction and correction.conflicts:
         what = "; ".join(correction.conflicts)
-    fix = (
-        _fix(correction, foreign)
-        if correction
-        else _advices({name: values[name] for name in foreign}, command, parameters)
-    )
-    if what:
-        raise UsageError(what, " ".join(args)[:200], fix)
+    if not what:
+        return
+    advised = {name: values[name] for name in foreign}
+    fix = _fix(correction, foreign) if correction else _advices(advised, command, parameters)
+    raise UsageError(what, " ".join(args)[:200], fix)
 
 
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:

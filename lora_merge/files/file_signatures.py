@@ -260,7 +260,7 @@ def in_folder(folder: Path, choice: Choice) -> str:
 
 
 def candidates(folder: Path, choice: Choice) -> list[Path]:
-    """Return the files and model folders of a folder that may be meant; those that are never run as code come first."""
+    """Return the files and model folders of a folder that may be meant; files that are never run as code come first."""
     files = [entry for entry in entries(folder) if entry.suffix in ENDINGS and not entry.is_dir()]
     files.sort(key=lambda file: ENDINGS.index(file.suffix))
     folders = [f for f in entries(folder) if f.is_dir() and any(exists(f / name) for name in FOLDER_CONFIGS)]

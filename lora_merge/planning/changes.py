@@ -163,12 +163,12 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
         for key, shape in match.grown.items():
             if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
                 by_key[key] = Weight(shape, tensors[key])
-        for key, (shape, beside) in match.created.items():
-            by_key[key] = by_key[separated[key]] if key in separated else unstored(key, shape, neighbour(base, beside))
+        for key, (shape, near) in match.created.items():
+            by_key[key] = by_key[separated[key]] if key in separated else unstored(key, shape, neighbour(base, near))
     return by_key
 
 
-def neighbour(base: Index, beside: str) -> StoredTensor:
-    """Return the tensor whose dtype a new tensor beside it gets; in place of codes it has BF16."""
-    info, packed = base.tensors[beside], base.packed.get(beside)
+def neighbour(base: Index, key: str) -> StoredTensor:
+    """Return the tensor whose dtype a new tensor next to it gets; in place of codes it has BF16."""
+    info, packed = base.tensors[key], base.packed.get(key)
     return replace(info, dtype="BF16") if packed is not None and packed.encoding.quantised else info

@@ -45,7 +45,7 @@ class Fitting(Choice):
     """Which files of a folder are a model, or an adapter, that fits other files."""
 
     def __init__(self, partners: Sequence[Path] = (), *, adapter: bool) -> None:
-        """`partners`: the models and adapters that must fit; those that are not there do not count."""
+        """`partners`: the models and adapters that must fit; missing ones do not count."""
         self._paths, self._adapter, self._until = partners, adapter, monotonic() + LOOK_SECONDS
         self._looked = 0
         self.kind = f"{'adapter' if adapter else 'model'}{' that fits' if any(map(exists, partners)) else ''}"

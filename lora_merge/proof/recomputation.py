@@ -55,7 +55,7 @@ class Recomputation:
     """
 
     def __init__(  # noqa: PLR0913  # one output, its inputs, how far
-        self, plan: Plan, reader: Reader, pool: Executor, *, full: bool,
+        self, plan: Plan, reader: Reader, pool: Executor | None = None, *, full: bool,
         outputs: Mapping[str, Coded] = MappingProxyType({}), recorded: Mapping[str, Checked] = MappingProxyType({}),
         judged: str = "", stored: WeightReader | None = None,
     ) -> None:  # fmt: skip
@@ -111,7 +111,7 @@ class Recomputation:
         parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
         find = partial(self._findings_of, target, fd, rows / max(len(chosen), 1))
         self.findings.count(tensors=1)
-        for n, findings in enumerate(self.pool.map(find, parts) if len(parts) > 1 else map(find, parts)):
+        for n, findings in enumerate(self.pool.map(find, parts) if self.pool and len(parts) > 1 else map(find, parts)):
             self.findings.add(findings)
             before, after = (target.nbytes * done // len(parts) for done in (n, n + 1))
             report(after - before)
@@ -151,8 +151,7 @@ class Recomputation:
         findings.measures.tensors[target.name] = replace(measured, cut=findings.cut) if findings.cut else measured
         if self.coarse:
             rounded = plain_grid("BF16").rounded
-            measured = measure(rounded(exact.value), exact, rounded, weight)
-        findings.in_bf16.update(measured.adapters)
+            findings.in_bf16.update(measure(rounded(exact.value), exact, rounded, weight).adapters)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:

@@ -103,8 +103,7 @@ def keep_samples(plans: Iterable[Plan], reader: Reader) -> None:
 
 
 def _sample(plan: Plan, reader: Reader) -> Iterator[Range]:
-    with ThreadPoolExecutor(1) as pool:
-        merged = Recomputation(plan, reader, pool, full=False)
+    merged = Recomputation(plan, reader, full=False)
     for file in plan.files:
         unmerged = _unmerged(file.targets, Counter(), merged.scales, full=False)
         yield from (*map(stretch, neighbours(unmerged)), *_rows(file.targets, merged))

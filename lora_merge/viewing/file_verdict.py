@@ -32,7 +32,7 @@ WHOLE_MODELS: Final = ("model", "transformer")
 BILLION: Final = 10**9
 
 INCOMPLETE: Final = "incomplete"
-"""What stands for the algorithm of a module that lacks a tensor."""
+"""The algorithm of a module that lacks a tensor."""
 
 
 def model_of(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def misplaced(files: Sequence[Mapping[str, Any]], words: Sequence[str]) -> tuple
     kinds = ["other" if _other_kind(facts) else facts["kind"] for facts in files]
     if kinds.count("checkpoint") != 1:
         return [], False
-    by_kind = {kind: [word for word, own in zip(words, kinds, strict=True) if own == kind] for kind in kinds}
+    by_kind = {kind: [word for word, k in zip(words, kinds, strict=True) if k == kind] for kind in kinds}
     named = {name_of(facts): _other_kind(facts) for facts in files if kinds[0] == "checkpoint" and _other_kind(facts)}
     reasons = [f"{name} is no adapter: it is {_with_article(what)}" for name, what in named.items()]
     if "adapter" in by_kind:

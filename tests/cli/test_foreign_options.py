@@ -21,14 +21,14 @@ LINE = re.compile(r"lora-merge (?!help)(.*?)(?=; (?:or|then|see) |$)")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("foreign")
+    path = tmp_path_factory.mktemp("foreign")
     base = sd1_sample()
-    save(base, made / "base.safetensors")
-    save({k: v + rand(*v.shape) if "attn1" in k else v for k, v in base.items()}, made / "tuned.safetensors")
+    save(base, path / "base.safetensors")
+    save({k: v + rand(*v.shape) if "attn1" in k else v for k, v in base.items()}, path / "tuned.safetensors")
     for seed, name in enumerate(("one", "two", "three")):
-        save(kohya(base, seed=seed), made / f"{name}.safetensors")
-    save({k: v for k, v in kohya(base).items() if "alpha" not in k}, made / "bare.safetensors")
-    return made
+        save(kohya(base, seed=seed), path / f"{name}.safetensors")
+    save({k: v for k, v in kohya(base).items() if "alpha" not in k}, path / "bare.safetensors")
+    return path
 
 
 LINES = {
