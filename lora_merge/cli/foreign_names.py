@@ -25,10 +25,10 @@ class Role:
     OTHER_FILE = "OTHER_FILE"  # one of the pipeline, which is left out whatever it is
     JOBS = "JOBS"  # a jobs file
     STRENGTHS, STRENGTH = "STRENGTHS", "STRENGTH"  # all numbers that follow, as in other programs; or one, as here
+    NOT_CLEAR = "NOT_CLEAR"  # a value that has no counterpart, for the user to decide on
     # An option of ours by its value.
     PRECISION, ALPHA, ONLY, RULE, SHARE = "PRECISION", "ALPHA", "ONLY", "RULE", "SHARE"
     LEFT_OUT = "LEFT_OUT"  # a value, if there is one, with nothing to do here
-    SWITCH = "SWITCH"  # "true" or "false" after an option that has no value here
     SEVERAL = (ADAPTERS, STRENGTHS)  # the roles with several words after the option
 
 
@@ -85,9 +85,10 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
      _leave("not needed here")),
     # Switches, formats, methods, numbers of the output.
     ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
-    ("fp32 float32", _use("--dtype fp32")), ("fp8", _use("--dtype fp8_scaled")),
+    ("fp32 float32", _use("--dtype fp32")), ("fp8|float8+", _use("--dtype fp8_scaled")),
     ("load-in-4bit", _use("--dtype nf4")), ("load-in-8bit", _use("--dtype int8")),
     ("no-te no-text-encoder unet-only", _use("--strength-for te=0")),
+    ("no-unet te-only text-encoder-only", _use("--strength-for unet=0")), ("no-cuda no-gpu", _use("--device cpu")),
     ("force yes exist-ok -f -y", _use("--overwrite")), ("plan simulate -n", _use("--dry-run")),
     ("silent no-progress", _use("-q")), ("skip-verify no-check no-verification", _use("--no-verify")),
     ("cuda gpu gpu-id use-gpu", _use("--device cuda")), ("cpu", _use("--device cpu")),
@@ -178,7 +179,12 @@ def meaning_of(name: str, known: Collection[str] = ()) -> Foreign | None:
             return meaning
     if hyphened(name) in known or alike(hyphened(name), known, SIMILAR):
         return None
-    fitting = (meaning for pattern, meaning in MEANINGS if any(_fits(words, right) for words in pattern.split()))
+    fitting = (
+        meaning
+        for pattern, meaning in MEANINGS
+        for words in pattern.split()
+        if _fits(words, right) or _fits(words, plain)
+    )
     return next(fitting, None)
 
 
@@ -187,6 +193,13 @@ def _fits(pattern: str, name: str) -> bool:
     if "+" not in pattern:
         return re.fullmatch(pattern, name) is not None
     return all(re.search(rf"(?<![^-])(?:{word})(?![^-])", name) for word in pattern.split("+") if word)
+
+
+def part_of(option: str) -> str:
+    """Return the part of a model whose strength an option may be: `--te1`, `--unet_weight`; "" for others."""
+    words = hyphened(option)[2:].replace("text-encoder", "te").split("-")
+    encoder = next((word for word in words if re.fullmatch("te[12]?|clip", word)), "")
+    return encoder.replace("clip", "te") or ("unet" if "unet" in words else "")
 
 
 def advice_on(meaning: Foreign, known: Collection[str]) -> str:

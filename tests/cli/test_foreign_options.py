@@ -28,6 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("one", "two", "three")):
         save(kohya(base, seed=seed), path / f"{name}.safetensors")
     save({k: v for k, v in kohya(base).items() if "alpha" not in k}, path / "bare.safetensors")
+    denoiser = {k: v for k, v in base.items() if "cond_stage" not in k}
+    save(denoiser, path / "denoiser.safetensors")
+    save(kohya(denoiser), path / "flat.safetensors")
     return path
 
 
@@ -81,7 +84,7 @@ LINES = {
     "extract --base base --finetuned tuned --r 2 --output x": "extract base tuned --output x --rank 2",
     "extract --model_a base --model_b tuned --rank 2": "extract base tuned --rank 2",
     "resize --input_lora one --output_lora x --target_dim 2": "resize one -o x --rank 2",
-    "base one --fp16 --and_this two": "base two one --dtype fp16",
+    "base one --fp16 --and_this two": "base one two --dtype fp16",
     "--flux_model base --clip_l tuned --t5xxl tuned --models one --ratios 0.8 --save_to x": "base one:0.8 -o x",
     "base one x.safetensors --weight 0.7 --is_sdxl": "base one:0.7 -o x.safetensors",
     "extract base tuned x.safetensors --mode fixed --linear_dim 2 --conv_dim 1": "extract base tuned -o x.safetensors --rank 2 --conv-rank 1",
@@ -118,6 +121,27 @@ LINES = {
     "base one --save_to a -o b": "base one -o b", "base one --save_precision fp16 --dtype bf16": "base one --dtype bf16",
     "base one --strength_clip 0 --te-strength 0.5": "base one --strength-for te=0.5",
     "--sd_model base --ckpt tuned --lora one": "tuned one",
+    # Strengths of parts of each adapter, in order or right behind it
+    "base --lora one --strength_model 0.7 --lora two --strength_model 0.4": "base one:1,unet=0.7 two:1,unet=0.4",
+    "base --lora one --strength_clip 0.3 --lora two": "base one:1,te=0.3 two", "base one two --strength_clip 0.3": "base one two --strength-for te=0.3",
+    "base one two --strength_model 0.7 0.2 --strength_clip 0.5 0.1": "base one:1,unet=0.7,te=0.5 two:1,unet=0.2,te=0.1",
+    "base one two --strength 0.7 0.4 --te 0.3 0.1": "base one:1,unet=0.7,te=0.3 two:1,unet=0.4,te=0.1",
+    "--sd_model base --models one two --ratios 0.7 0.3 --lbws 1,0,0 0,1,0": "base one:0.7,lbw=1,0,0 two:0.3,lbw=0,1,0",
+    "base one:0.7,te=0.2 --te 0.5": "base one:1,unet=0.7,te=0.5", "base one --no-unet": "base one --strength-for unet=0",
+    "base one --te1_strength 0.5 --te2 0.3": "base one --strength-for te=0.5", "denoiser flat --strength_model 0.7 --strength_clip 0.5": "denoiser flat:0.7",
+    # The share of the second of two files; the alpha of an output
+    "average --model_a one --model_b two --alpha 0.3": "average one two --weights 0.7,0.3",
+    "combine --model_a one --model_b two --alpha 0.3": "combine one:0.7 two:0.3",
+    "resize one --new_rank 2 --new_alpha 4": "resize one --rank 2 --alpha 4", "resize bare --new_rank 2 --new_alpha 4": "resize bare --rank 2 --setting lora_alpha=4",
+    # Names of programs by their verb, with files in their order
+    "lycoris/merge.py base one out --weight 0.7 --is_sdxl": "base one:0.7 -o out", "fuse base one": "base one",
+    "python -m mlx_lm.fuse --model base --adapter-path one --save-path x": "base one -o x",
+    "axolotl merge-lora config.yml --lora-model-dir=one --base-model base": "base one", "llama-cli -m base --lora one": "base one",
+    "script.py --base base --outfile x one": "base one -o x", "one base --fp16": "base one --dtype fp16",
+    # What has no counterpart
+    "base one --bogus": "base one", "base one --fp16 --export_legacy_format False --mem_eff_load_save": "base one --dtype fp16",
+    "base one --save-as-fp8": "base one --dtype fp8_scaled", "base one --log_file x.log --lora_count 3": "base one", "base one --no-cuda": "base one --device cpu",
+    "base one --fp16 --save_every 3 --model_length 512 --lora_targets q_proj": "base one --dtype fp16",
 }  # fmt: skip
 """Line as it is typed → the line of the fix."""
 
@@ -140,12 +164,21 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --fp16 --save_precision bf16", ["--fp16 and --save_precision bf16 contradict each other"]),
     ("base one:0.5 --lora-weight 0.8", ["one has two strengths, 0.5 and 0.8"]),
     ("base one --clip-skip 2 --template llama3 --out x", ["leave out --clip-skip 2, --template llama3 (not needed here); write"]),
-    ("base one --nonsense x --threads 4", ["--nonsense x (not known here) and --threads 4 (all cores are used)"]),
+    ("base one --nonsense x --threads 4", ["--nonsense x (not known here), --threads 4 (all cores are used)"]),
     ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
     ("batch --config j.json --jobs 2", ["write lora-merge batch j.json --workers 2\n"]),
     ("compare --a base --b tuned", ["write lora-merge compare base tuned\n"]),
     ("base one --vae tuned", ["leave it out: a merge is into one file; write lora-merge base one\n"]),
-    ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "write the strength after the file name"]),
+    ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "--some 0.5 (not known here; a strength is written ADAPTER:0.5)"]),
+    ("base one --fp16 --other x.safetensors", ["--other x.safetensors (not known here; an output is written -o x.safetensors)"]),
+    ("base one two --fp16 --lbws OUTALL INALL", ["for --lbws OUTALL INALL, use --strength-for lbw=1,0,0,… with a number for each block; write lora-merge base one two --dtype fp16"]),
+    ("base one --weight x", ["for --weight x, write the strength after the file name: ADAPTER:0.8; write lora-merge base one"]),
+    ("base one --only IN04 --out o", ["for --only IN04, use --strength-for, such as --strength-for te=0; write lora-merge base one -o o"]),
+    ("base one --config jobs.yaml", ["for --config jobs.yaml, several merges go into a jobs file: lora-merge batch JOBS.yaml; write lora-merge base one"]),
+    ("base one --exclude_patterns blocks.0 --half", ["for --exclude_patterns blocks.0, use --strength-for", "write lora-merge base one --dtype fp16"]),
+    ("base one --gpu 0,1", ["for --gpu 0,1, use --device cuda; write lora-merge base one"]),
+    ("base one --save_precision nothing", ["for --save_precision nothing, use --dtype fp16, bf16 or fp32; write lora-merge base one"]),
+    ("denoiser flat --te 0.5", ["leave it out: the base has no text encoder; write lora-merge denoiser flat"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
     ("base one:0.5,0.6,0.7", ["several strengths", "write one:0.5, or by block one:1,lbw=0.5,0.6,0.7\n"]),
@@ -161,15 +194,8 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
 
 
 @pytest.mark.parametrize("words", [
-    "base one --weight x", "base one --only IN04 --out o", "base one --config jobs.yaml", "one --base",
-    "base one --fp16 --some_number 0.5", "base one --fp16 --other x.safetensors", "base --lora_count 3 --fp16 one",
-    "base one --fp16 --save_every 3", "base one --fp16 --model_length 512", "base one --fp16 --lora_targets q_proj",
-    "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16",
-    "base --lora one --strength_model 0.7 --lora two --strength_model 0.4", "base one two --strength_model 0.7 0.2",
-    "--sd_model base --models one two --ratios 0.7 0.3 --lbws OUTALL INALL", "base one --exclude_patterns blocks.0 --half",
-    "base one --gpu 0,1", "base one --fp16 -1", "--sd_model base --models one two --ratios 0.7 0.3 --lbws 1,0,0,1,1 0,1,0,1,1",
-    "average --model_a one --model_b two --alpha 0.3", "replay base --base one -o x", "script.py --base base --outfile x one",
-    "base one --save_precision nothing", "resize one two --new_rank 2", "combine --models one two --model_tuned base",
+    "one --base", "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
+    "resize one two --new_rank 2", "combine --models one two --model_tuned base", "unmerge base --base base", "base one --weight 1,0,0,1,1,0 --fp16",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
