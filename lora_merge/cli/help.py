@@ -24,8 +24,8 @@ from ..recipes.commands import COMMANDS
 from ..text import plural
 from .corrected_line import flags, in_places, is_adapter, line, split_words
 from .foreign_names import alike
-from .foreign_options import right_value
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
+from .typed_line import right_value
 
 UNRECORDED: Final = "If the output has no recipe"
 """Heading of the options of a merge that `verify` reads from a recipe, if there is one."""

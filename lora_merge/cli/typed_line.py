@@ -1,0 +1,376 @@
+"""A command line by roles: files, strengths, options of ours.
+
+An option has its role by the words of its name, and its value must agree: a file, a number. An option that no words
+explain has the role of its value. What has no counterpart here is left out by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Final, NamedTuple
+
+from ..adapter_arguments import right_form
+from ..addresses import split
+from ..command import Command
+from ..errors import MergeError, UsageError
+from ..option_texts import value_of
+from ..options import SWITCHED, Option, checked_value
+from ..paths import ENDINGS, exists, with_found_ending
+from .argument_values import check_adapter, check_parts, check_tag, check_two
+from .corrected_line import is_adapter, path_of
+from .foreign_names import (
+    LORA_ALPHA,
+    NOT_KNOWN,
+    ONLY_PARTS,
+    OTHER_VALUES,
+    SIMILAR,
+    STRENGTH_FORMS,
+    UNKNOWN,
+    Role,
+    alike,
+    hyphened,
+    meaning_of,
+    part_of,
+)  # fmt: skip
+
+HIGHEST_STRENGTH: Final = 2.0
+"""The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
+OWN_STRENGTHS: Final = ("-s", "--strength")
+OWN_WEIGHTS: Final = "--weights"
+NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
+"""Numbers after an option without a value that are meant as its value, and not as a strength."""
+OF_PART: Final = re.compile(r"--strength-for (\w+)=\{\}")
+"""The form of an option for the strength of a part."""
+STRAY: Final = "a number is not an adapter"
+OTHER_SYNTAX: Final = "adapters have another syntax"
+VALUED: Final = "an option without a value has one"
+MISTAKES: Final = (OTHER_SYNTAX, VALUED, STRAY)
+"""What is wrong with a line that has options of ours only, the first that counts first."""
+
+
+class Setting(NamedTuple):
+    """An option of ours with its value, or the role of a file with the file."""
+
+    typed: str
+    """The option and its value as the user has them."""
+    words: tuple[str, ...]
+
+
+class TypedStrength(NamedTuple):
+    """Strengths as one word of a line states them, for adapters or for a part of each."""
+
+    typed: str
+    """The option and its value."""
+    value: str
+    after: str
+    """The adapter right before it; "" for another word."""
+
+
+class NotClear(Exception):
+    """A line has a word whose role is not certain, so that no line is put in its place."""
+
+
+@dataclass
+class TypedLine:
+    """A command line by roles."""
+
+    command: Command
+    known: Mapping[str, Any]
+    """Option of the command → its parameter."""
+    required: int
+    """The number of files that the command needs."""
+    program: bool = False
+    """Whether the line begins with the name of another program."""
+    foreign: bool = False
+    """Whether it is a line of another program, by its name or by an option that the command lacks."""
+    settings: list[Setting] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Files, but those of a role of their own, in the order in which they are typed."""
+    adapters: list[str] = field(default_factory=list)
+    """Those of them with an option for adapters."""
+    strengths: dict[str, list[TypedStrength]] = field(default_factory=lambda: {"": []})
+    """Part of a model → its strengths; "" for those of the whole adapters."""
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    """Option as it is typed → the reason why it has no counterpart here."""
+    open: list[tuple[str, str]] = field(default_factory=list)
+    """Option as it is typed, whose value is not understood → the advice on it."""
+    mistakes: dict[str, list[str]] = field(default_factory=dict)
+    """What is wrong with words of a line that has options of ours only → the words."""
+    conflicts: list[str] = field(default_factory=list)
+    """What has two values."""
+    last_file: str = ""
+    """The word before the next one, if it names a file."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the command has weights in place of strengths."""
+        return "weights" in self.command.options
+
+    def take(self, args: Sequence[str]) -> TypedLine:
+        """Return itself with the words of a line; NotClear for an option of ours without its value."""
+        for option, values in _by_option(args):
+            form, advice = self._form(option) if option else ("", "")
+            if values and option:
+                form, advice = self._agreed(option, form, advice, values[0])
+            if form in ("", *Role.SEVERAL):
+                rest = self._take_words(option, form, advice, values)
+            elif part := OF_PART.fullmatch(form):
+                rest = self._take_part(option, part[1], advice, values)
+            elif form.startswith("-") and "{}" not in form:
+                rest = self._take_switch(option, form, advice, values)
+            elif form in (Role.LEFT_OUT, Role.OTHER_FILE, Role.NOT_CLEAR):
+                rest = self._leave_out(option, form, advice, values)
+            else:
+                rest = self._take_value(option, form, advice, values)
+            self._take_words("", "", "", rest)
+        return self
+
+    def _form(self, option: str) -> tuple[str, str]:
+        """Return the form of an option, and the advice on it."""
+        name, meaning = hyphened(option), None
+        if name not in self.known and (meaning := meaning_of(option, self.known)) is None:
+            name = next(iter(alike(name, self.known, SIMILAR)), name)
+        if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
+            return Role.STRENGTH, STRENGTH_FORMS
+        if name in self.known:
+            return (name if self.known[name].is_flag else f"{name} {{}}"), ""
+        self.foreign = True
+        meaning = meaning or UNKNOWN
+        form = next((f for f in meaning.forms if not f.startswith("-") or f.split()[0] in self.known), Role.NOT_CLEAR)
+        if form == Role.NOT_CLEAR and meaning.forms:  # an option of ours that the command lacks
+            raise NotClear(option)
+        return form, meaning.advice.removeprefix("leave it out: ")
+
+    def _agreed(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
+        """Return the form of an option with this value, "" for a file as it is without an option, and the advice on
+        it; NOT_CLEAR if the value has not the role that the words of the option state."""
+        number = right_form(value)
+        may_be_format = "to" in self.command.options and form in (Role.MODEL, "-o {}")
+        if may_be_format and _is_format(value):  # --src peft --dst kohya
+            return (Role.LEFT_OUT, "the format is recognised") if form == Role.MODEL else ("--to {}", advice)
+        if number and form in (Role.OTHER_FILE, Role.MODEL) and (part := part_of(option)):  # --te 0.5
+            return f"--strength-for {part}={{}}", advice
+        if form == Role.ALPHA:
+            of_strength = number and abs(float(number)) <= HIGHEST_STRENGTH
+            return (Role.STRENGTHS, advice) if of_strength else (LORA_ALPHA.forms[0], advice)
+        if form == Role.ONLY:
+            known = value in ONLY_PARTS
+            return (f"--strength-for {ONLY_PARTS[value]}" if known else Role.NOT_CLEAR), advice
+        if form == Role.JOBS:
+            return (Role.NOT_CLEAR if self.command.options else ""), advice
+        return self._agreed_file(option, form, advice, value)
+
+    def _agreed_file(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
+        """Return what `_agreed` returns, if the option may be one for a file."""
+        names_file = exists(with_found_ending(value))
+        plain = not names_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
+        other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
+        of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not names_file
+        of_file = of_file and (not _looks_like_path(value) or bool(other))
+        if hyphened(option) not in self.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
+            return Role.LEFT_OUT, NOT_KNOWN
+        if form == Role.BASE and self.required < 2:  # of replay, unmerge
+            raise NotClear(option)
+        if form == Role.MODEL:
+            of_merge = Role.ADAPTERS if names_file and is_adapter(value) else Role.BASE
+            return (of_merge if self.command.merges else ""), advice
+        return form, advice
+
+    def _take_words(self, option: str, form: str, advice: str, words: Sequence[str]) -> Sequence[str]:
+        """Take words after an option that may have several, or after none: files and strengths."""
+        files = [word for word in words if names_file(word)]
+        if option and not words:
+            self.left_out.append((option, NOT_KNOWN))
+        for word in words:
+            if numbers_in(word) and not exists(word):
+                if form != Role.STRENGTHS:
+                    self.mistakes.setdefault(STRAY, []).append(word)
+                self.strengths[""].append(TypedStrength(f"{option} {word}".strip(), word, self.last_file))
+                continue
+            named, our_words = names_file(word), _in_our_syntax(word)
+            if form == Role.STRENGTHS and not named:
+                self.open.append((f"{option} {word}", advice))
+                continue
+            if not named and (word.endswith((".yaml", ".yml", ".py")) or not (form or _may_be_file(word))):
+                self.left_out.append((word, NOT_KNOWN))
+                continue
+            if form and not all(map(_looks_like_path, our_words)):
+                self.left_out.append((f"{option} {word}", NOT_KNOWN))
+                continue
+            if word not in our_words:
+                self.mistakes.setdefault(OTHER_SYNTAX, []).append(word)
+            by_value = form and all(is_adapter(path_of(text) or text) for text in our_words)
+            self.files += our_words
+            self.adapters += our_words if by_value else ()
+            self.last_file = our_words[-1]
+        if not (option and len(files) == 1) and files:  # strengths of other options are for all of them
+            self.last_file = ""
+        return ()
+
+    def _take_part(self, option: str, part: str, advice: str, values: Sequence[str]) -> Sequence[str]:
+        """Take the strengths of a part of a model; return the other words."""
+        by_name = values[:1] if values and "=" in values[0] else ()  # --block-weights IN04=0
+        for value in by_name:
+            self.settings.append(Setting(f"{option} {value}", ("--strength-for", value)))
+        numbers = [*takewhile(lambda word: numbers_in(word) and not exists(word), values)]
+        part = part_of(option) or part
+        stated = (TypedStrength(f"{option} {value}", value, self.last_file) for value in numbers)
+        self.strengths.setdefault(part, []).extend(stated)
+        if not numbers and not by_name:
+            return self._leave_out(option, Role.NOT_CLEAR, advice, values)
+        return values[len(numbers) + len(by_name) :]
+
+    def _take_switch(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
+        """Take an option that has no value here, and "true", "false" or a number after it; return the other words."""
+        value, words = values[0].lower() if values else "", tuple(form.split())
+        is_value = value in SWITCHED or re.fullmatch(NO_STRENGTH, value) is not None
+        typed = f"{option} {value}" if is_value else option
+        if is_value and hyphened(option) in self.known:
+            self.mistakes.setdefault(VALUED, []).append(typed)
+        if is_value and value.isdecimal() and words == ("--device", "cuda"):  # --gpu 0
+            words = ("--device", f"cuda:{value}")
+        elif is_value and ("-" in value or "," in value):  # --gpu 0,1
+            self.open.append((typed, advice))
+            return values[1:]
+        elif is_value and not SWITCHED.get(value, True):
+            words = (f"--no-{words[0][2:]}",)
+        if is_value and words[0] not in self.known:  # --load_in_8bit false
+            return values[1:]
+        self.settings.append(Setting(typed, words))
+        return values[is_value:]
+
+    def _take_value(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
+        """Take the value of an option; return the other words."""
+        if not values:
+            if hyphened(option) in self.known:
+                raise NotClear(option)
+            self.left_out.append((option, NOT_KNOWN))
+            return ()
+        value, *rest = values
+        typed = f"{option} {value}"
+        if form == Role.STRENGTH:
+            self.strengths[""].append(TypedStrength(typed, value, ""))
+            return rest
+        words = (form.split()[0], value)
+        if form.startswith("-") and hyphened(option) not in self.known:
+            try:
+                words = self.words_for(form, value)
+            except NotClear:
+                if words[0] == "--to":  # without it nothing is converted
+                    raise
+                return self._leave_out(option, Role.NOT_CLEAR, advice, values)
+        self.settings.append(Setting(typed, words))
+        if form.startswith("-") and rest and right_form(value) and right_form(rest[0]) and not exists(rest[0]):
+            self.conflicts.append(f"{option} has two values, {value} and {rest[0]}")  # --rank 4 8
+            return rest[1:]
+        return rest
+
+    def _leave_out(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
+        """Leave out an option with its value, which is for the user to decide on if it is not clear; return the other
+        words."""
+        if form == Role.LEFT_OUT and values and names_file(values[0]):
+            if advice != NOT_KNOWN:  # otherwise the file has the role of its value
+                self.left_out.append((option, advice))
+            return values
+        words = [*takewhile(lambda word: not names_file(word), values)] or [*values[:1]]
+        words = words[:1] if form == Role.OTHER_FILE else words
+        if advice == NOT_KNOWN and words and "strength" in self.command.options:
+            advice += _likely_meaning(words[0])
+        (self.open if form == Role.NOT_CLEAR else self.left_out).append((" ".join((option, *words)), advice))
+        return values[len(words) :]
+
+    def words_for(self, form: str, value: str) -> tuple[str, str]:
+        """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
+        name, template = form.split()
+        value = OTHER_VALUES.get(name, {}).get(value.lower(), value)
+        if template.endswith("={}") and "=" in value:  # --block-weights IN04=0
+            template = "{}"
+        elif template.endswith("={}") and "lbw" not in template:
+            value = right_form(value)
+        row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
+        text = right_value(row, text) if row and value else text
+        if not value or not text or (name in ("--to", "--format") and not _is_format(value)):
+            raise NotClear(name)
+        return name, text
+
+    def file(self, role: str) -> list[str]:
+        """Return the file of a role in a list; [] if the line has none."""
+        return [setting.words[1] for setting in self.settings if setting.words[0] == role][-1:]
+
+
+def _by_option(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option with the words after it, the words before the first one with ""."""
+    option, values = "", list[str]()
+    for word in (part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])):
+        if word.startswith("-") and len(word) > 1 and not right_form(word):
+            yield option, values
+            option, values = word, []
+        else:
+            values.append(word)
+    yield option, values
+
+
+def right_value(row: Option, text: str) -> str:
+    """Return a value that an option takes: the text, or what it was probably meant as; "" if that is not clear."""
+    try:
+        if row.kind == "rule" and row.name != "alpha":
+            from ..adapters_out.rank_rules import parse
+
+            parse(text)
+            return text
+        value = checked_value(row, value_of(row, [text]))
+    except MergeError as error:
+        return next(iter(error.suggestion[1:]), "")
+    return value if isinstance(value, str) else text
+
+
+def numbers_in(word: str) -> list[str]:
+    """Return the numbers of "0.7", "0.7,0.3", "0.7:0.3" or "[0.7, 0.3]" in our form; [] for other words."""
+    numbers = [right_form(number) for number in re.split(r"[,:;\s]+", word.strip("[](),;"))]
+    return numbers if all(numbers) else []
+
+
+def _in_our_syntax(word: str) -> Sequence[str]:
+    """Return the words for adapters in another syntax: "lora:0.8" for "<lora:lora:0.8>", "lora@0.8" or "lora:80%"."""
+    parts = word.partition(",")[2]
+    if (names_file(word) and (not parts or "=" in parts)) or split(word) is not None:
+        return [word]
+    try:
+        for check in (check_tag, check_two, check_parts, check_adapter):
+            check(word)
+    except UsageError as error:
+        return error.suggestion[1:] or [word]
+    return [word]
+
+
+def names_file(word: str) -> bool:
+    """Return whether a word names a file that is there, with or without a strength."""
+    return exists(word) or bool(path_of(word))
+
+
+def _looks_like_path(word: str) -> bool:
+    """Return whether a word names a file, or is written as a path or an address is."""
+    return names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
+
+
+def _may_be_file(word: str) -> bool:
+    """Return whether a word without an option is a number or a file, maybe a misspelt one; words of other programs,
+    such as INALL, are in capitals."""
+    return _looks_like_path(word) or bool(numbers_in(word)) or word.islower()
+
+
+def _is_format(value: str) -> bool:
+    """Return whether a value is the name of a format of adapters."""
+    from ..adapters_out.dialects import names
+
+    return value in names()
+
+
+def _likely_meaning(value: str) -> str:
+    """Return how the value of an unknown option is written here, if it may be a strength or an output."""
+    if "." in value and (number := right_form(value)) and abs(float(number)) <= HIGHEST_STRENGTH:
+        return f"; a strength is written ADAPTER:{number}"
+    return f"; an output is written -o {value}" if value.endswith(ENDINGS) else ""
