@@ -18,7 +18,7 @@ from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..merge_methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS, OPTIONS
-from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending
+from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
@@ -74,7 +74,7 @@ class Correction(NamedTuple):
 
 def corrected(reading: TypedLine) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
-    _take_output(reading)
+    reading.take_output()
     files, first = _files(reading)
     command, settings = reading.command, _settings(reading)
     if missing := {row.flag for row in command.options.values() if row.required} - {s.words[0] for s in settings}:
@@ -271,17 +271,6 @@ def _states_alpha(path: str) -> bool:
     except MergeError:
         return False
     return any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
-
-
-def _take_output(reading: TypedLine) -> None:
-    """Take the last file of a line of another program as the output, if it is not there and nothing else is."""
-    *before, last = reading.files or [""]
-    has_one = any(setting.words[0] in ("-o", "--output") for setting in reading.settings)
-    enough = len(before) + len(reading.file(Role.BASE)) >= reading.required and all(map(names_file, before))
-    may_be_one = last.endswith(ENDINGS) or reading.program
-    if reading.foreign and not has_one and enough and may_be_one and not names_file(last):
-        reading.files = before
-        reading.settings.append(Setting(last, ("-o", last)))
 
 
 def _files(reading: TypedLine) -> tuple[list[str], int]:

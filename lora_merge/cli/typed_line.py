@@ -282,6 +282,16 @@ class TypedLine:
         (self.open if form == Role.NOT_CLEAR else self.left_out).append((" ".join((option, *words)), advice))
         return values[len(words) :]
 
+    def take_output(self) -> None:
+        """Take the last file of a line of another program as the output, if it is not there and nothing else is."""
+        *before, last = self.files or [""]
+        has_one = any(setting.words[0] in ("-o", "--output") for setting in self.settings)
+        enough = len(before) + len(self.file(Role.BASE)) >= self.required and all(map(names_file, before))
+        may_be_one = last.endswith(ENDINGS) or self.program
+        if self.foreign and not has_one and enough and may_be_one and not names_file(last):
+            self.files.pop()
+            self.settings.append(Setting(last, ("-o", last)))
+
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
         name, template = form.split()
