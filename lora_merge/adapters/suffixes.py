@@ -8,7 +8,7 @@ which weight of the base a path names.
 Two marks in the paths that `split` returns:
 
 * `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, those of the layers that
-  the base has fused in `path` (matching/row_parts.py). Shared rows (alpha …) of `path` hold for all of its parts.
+  the base has fused in `path` (matching/split_layers.py). Shared rows (alpha …) of `path` hold for all of its parts.
 * `.set_weight` and `.diff` may follow a parameter instead of a module
   (`….query_norm.scale.set_weight`); the path is then the name of a tensor of the base.
 """
