@@ -66,7 +66,7 @@ NAMED: Final = (
     ("lora_merge/adapters/peft/methods.py", "stored = 0 if _shares(fields, module) else rank(row, shapes)", "stored = rank(row, shapes)"),
     ("lora_merge/adapters/peft/methods.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
     ("algorithms/lora_sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
-    ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
+    ("lora_merge/proof/reference/peft.py", '"silu": x * logistic', '"silu": x + logistic'),
     ("lora_merge/proof/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
     ("lora_merge/proof/reference/peft.py", "if up.shape == (k, g.out // k, rank):", "if down.shape[2] == g.cols:"),
     ("lora_merge/cli/batch_command.py", "if not quiet or s.error is not None:", "if not quiet:"),

@@ -1,7 +1,7 @@
 """Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call.
 
 `BlockFolder` groups blocks, folds each group (`fold.py`) on a lane (`lanes.py`) that has the memory for it
-(`memory_policy.py`), and writes the merged numbers, or their codes (`requantisation.py`).
+(`lanes.py`), and writes the merged numbers, or their codes (`requantisation.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from .change_sample import (
 )
 from .devices import fallback_device, precise_at
 from .fold import new_weights
-from .lanes import Lanes
-from .memory_policy import STAGED, Call, MemoryLimits, MemoryPolicy
+from .lanes import STAGED, Call, Lanes, MemoryLimits, MemoryPolicy
 from .patch_tensors import PatchTensors
 from .requantisation import Codes, NewParts, Uncovered, recode
 from .row_blocks import Block, groups, portions

@@ -21,7 +21,7 @@ from lora_merge.adapters.suffixes import split
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Loaded
 from lora_merge.algorithms.dora import rescale
 from lora_merge.disk.reader import Reader
-from lora_merge.engine.peft_initialisation import cast
+from lora_merge.engine.patch_tensors import cast
 from lora_merge.job import make_job
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
