@@ -26,8 +26,7 @@ from ..disk.remote import has_remote
 from ..disk.uploads import upload_of
 from ..disk.volumes import CLONES, SPARSE_SYSTEMS, file_system
 from ..disk.writer import Writer, amend
-from ..planning.header_entries import final_headers
-from ..planning.output_checksums import Checksums, summed
+from ..planning.header_entries import Checksums, final_headers, summed
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import STEP_SECONDS, Progress, Step

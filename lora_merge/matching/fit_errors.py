@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..adapters.modules import weight_shapes
 from ..adapters.peft.rules import PeftRules
-from ..adapters.stated_model import stated_model
+from ..adapters.training_metadata import stated_model
 from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.checkpoint import Index

@@ -25,9 +25,8 @@ from .changes import Matched, check_stored, match, neighbour
 from .checkpoint_cache import CheckpointCache
 from .combination import ADDITION, Combination
 from .folder_files import folder_files
-from .header_entries import other_entries
+from .header_entries import checksum_entry, other_entries, summed
 from .inputs import open_inputs
-from .output_checksums import entry, summed
 from .plan import OutputFile, OutputTensor, Plan
 from .quantisation import quantising
 from .recipe import blanks, entries
@@ -73,7 +72,7 @@ def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
     coded = summed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
         others = other_entries(container, path)
-        of_sums = entry([0] * len(changed)) if of_merge else {}
+        of_sums = checksum_entry([0] * len(changed)) if of_merge else {}
         header, alignment = container.header(path, targets, {**others, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header), alignment), others, alignment))

@@ -28,7 +28,7 @@ from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
 from ..paths import input_name
-from ..planning.output_checksums import CHECKSUM_DIGITS, summed, sums_of
+from ..planning.header_entries import CHECKSUM_DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
