@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
 
+LAYER_SLOT: Final = "layer_"
+"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share a basis, in order."""
+
+ON_CPU: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
+
+Layout = Literal["out_in", "in_out", "table", "stored", "experts"]
+
+SEEDED: Final[Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]]] = MappingProxyType(
+    {"seed": lambda _shapes, _target: [SEED]}
+)
+"""The bounds of rows whose only number is the seed of their random tensors."""
+
 
 class DoesNotFit(ValueError):
     """The adapter's tensors do not fit each other or the base; the message says which and how."""
@@ -69,12 +81,6 @@ class Factorisation(NamedTuple):
         """Return ΔW [n, out, cols] = L R."""
         left, right = self.factors(base, tensors)
         return left @ right
-
-
-LAYER_SLOT: Final = "layer_"
-"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share a basis, in order."""
-
-ON_CPU: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
 
 
 class Rebuild(NamedTuple):
@@ -142,9 +148,6 @@ class Bypass:
     input_groups: Callable[[Shapes, Shape], int] = lambda _shapes, _target: 0
     """(fitted shapes, weight shape) → number of groups of inputs that the factors belong to. Only this mode can train
     factors of the inputs of several groups."""
-
-
-Layout = Literal["out_in", "in_out", "table", "stored", "experts"]
 
 
 @dataclass(frozen=True)
@@ -325,12 +328,6 @@ def of_factors(
 ) -> Algorithm:
     """Return the row of a formula whose ΔW is the product of its two factors."""
     return Algorithm(name, tensors, fitted_shapes, low_rank.product, paper, low_rank=low_rank, **more)
-
-
-SEEDED: Final[Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]]] = MappingProxyType(
-    {"seed": lambda _shapes, _target: [SEED]}
-)
-"""The bounds of rows whose only number is the seed of their random tensors."""
 
 
 def flat(shape: Shape) -> tuple[int, int]:

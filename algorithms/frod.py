@@ -47,6 +47,9 @@ UNDETERMINED: Final = (
     "with save_projection=True"
 )
 
+SHORTEST = 1e-12
+"""Columns of W V⁻ᵀ that are shorter become zeros."""
+
 
 def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
     """Return V [in, in] in fp32, from weights [out, in] in fp32; raise DoesNotFit where rounding determines V.
@@ -108,10 +111,6 @@ def drawn_places(widths: Sequence[int], share: float, seed: int) -> Tensor:
         row, column = chosen // (width - 1), chosen % (width - 1)
         places = torch.stack([row, column + (column >= row)])
     return places
-
-
-SHORTEST = 1e-12
-"""Columns of W V⁻ᵀ that are shorter become zeros."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ READ_RUN: Final = 2**12
 WHOLE_PIECE: Final = 2**20
 """Numbers that are read at once if a tensor is read whole."""
 
+GRAM_SHARE: Final = 3
+"""The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
+that of a sample."""
+
 
 class Replaced(NamedTuple):
     """An output tensor that is an adapter's own, and what the base has in its place."""
@@ -121,11 +125,6 @@ def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
         weight=float(weight @ weight), largest=float(change.abs().max()) if change.numel() else 0.0,
         all=whole, adapters={tensor.adapter: whole},
     )  # fmt: skip
-
-
-GRAM_SHARE: Final = 3
-"""The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
-that of a sample."""
 
 
 def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:

@@ -52,6 +52,9 @@ from .windows import Fold, Window
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: the memory is pinned for all devices."""
 
+TENSOR_ALIGNMENT: Final = 8
+"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
+
 
 class RegisteredBuffers:
     """Buffers that are registered; their memory is kept until it is unregistered, by `close` at the latest."""
@@ -105,10 +108,6 @@ def _clear_error(device: torch.device) -> None:
     """Let the next kernel be the one that reports the error of the failed call, as CUDA keeps it until then."""
     with suppress(RuntimeError):
         torch.ones(1, device=device)
-
-
-TENSOR_ALIGNMENT: Final = 8
-"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
 
 
 class Joined(NamedTuple):

@@ -37,6 +37,12 @@ Other embeddings do not count: for `x_embedder`, `pos_embed.proj` and `shared_ex
 
 TWICE: Final = Note("the adapter contains it a second time under another name, equal byte for byte; it is applied once")
 
+READS_CHANGED_WEIGHTS: Final = (
+    "{modules}: the change depends on weights that {earlier} also changes. Both changes are computed from the base and "
+    "added; use --method compose to apply them in sequence"
+)
+"""The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
+
 
 class _Name(NamedTuple):
     """The name of a module, read once: thousands of modules may be compared with each other."""
@@ -122,13 +128,6 @@ class DuplicateCheck:
             return False
         slots, others = ({**patch.module.slots, **patch.module.shared} for patch in (first, second))
         return slots.keys() == others.keys() and all(self._values.same(slots[s], others[s]) for s in slots)
-
-
-READS_CHANGED_WEIGHTS: Final = (
-    "{modules}: the change depends on weights that {earlier} also changes. Both changes are computed from the base and "
-    "added; use --method compose to apply them in sequence"
-)
-"""The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
 
 
 def with_overlap_notes(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:

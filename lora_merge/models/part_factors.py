@@ -21,6 +21,9 @@ from .weights import WeightView
 
 STRENGTH_FOR: Final = "--strength-for"
 
+EXCLUDE: Final = "--exclude"
+CHOOSING_OPTIONS: Final = ("--include", EXCLUDE)
+
 
 def on_base(adapter: Adapter, names: Names) -> Adapter:
     """Return an adapter whose parts have the labels of the base's networks: `clip_g` is te2 in Stable Diffusion XL."""
@@ -137,10 +140,6 @@ def check_effect(every: Sequence[Strengths]) -> None:
         for part, covered in strengths._labels.items():
             if used.isdisjoint(covered):
                 raise strengths._parts.refusal(part, ABSENT if strengths._absent.issuperset(covered) else NOT_CHANGED)
-
-
-EXCLUDE: Final = "--exclude"
-CHOOSING_OPTIONS: Final = ("--include", EXCLUDE)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ SVD_TOLERANCE: Final = 1e-3
 BASIS_TOLERANCE: Final = 0.1
 """Tolerance of FRoD's basis, rounded to 16 bits, against that of fp64, as a share of its norm."""
 
+REPORT_CONFIGURATION = "report it with the configuration of the adapter and of the base"
+
 
 @dataclass(frozen=True)
 class RebuiltSlots:
@@ -106,9 +108,6 @@ CHECKS: Final[Mapping[str, Callable[[RebuiltSlots], bool]]] = MappingProxyType(
     {"supertuning": _largest, "psoft": _triples, "adamss": _groups, "unilora": _shares, "frod": _joint}
 )
 """Row of ALGORITHMS with a `rebuild` → check of the slots that it computes."""
-
-
-REPORT_CONFIGURATION = "report it with the configuration of the adapter and of the base"
 
 
 def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:

@@ -17,6 +17,22 @@ from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNu
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCALE: Final = "scale"
+ZERO: Final = "zero"
+
+E8M0: Final = "E8M0"
+"""Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
+
+SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
+"""Dtype of a tensor of scales → how its numbers are stored."""
+
+CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
+TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
+NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
+REFIT_BELOW: Final = {True: 2.0**-6, False: 0.8}
+"""Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
+anywhere in the range; a whole number is not."""
+
 
 class ScaledTensors(NamedTuple):
     """The tensors of a weight of codes and scales.
@@ -37,23 +53,6 @@ class ScaledTensors(NamedTuple):
     def kind(self) -> str:
         """The form in which the scales are stored; "" if they are not numbers of a known kind."""
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALE_STORAGE.get(self.scale.dtype, "")
-
-
-SCALE: Final = "scale"
-ZERO: Final = "zero"
-
-E8M0: Final = "E8M0"
-"""Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
-
-SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
-"""Dtype of a tensor of scales → how its numbers are stored."""
-
-CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
-TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
-NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
-REFIT_BELOW: Final = {True: 2.0**-6, False: 0.8}
-"""Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
-anywhere in the range; a whole number is not."""
 
 
 @dataclass(frozen=True, eq=False)

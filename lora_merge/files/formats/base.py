@@ -23,6 +23,10 @@ from ..encodings.base import Packing, Tensors
 
 NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fifty
 
+CODES_ALIGNMENT: Final = 8
+"""The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
+the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
+
 
 class WeightClaim(NamedTuple):
     """A weight that a format reads: its tensor by the name and shape that the model knows, and how it is stored."""
@@ -82,11 +86,6 @@ def read_note(info: StoredTensor) -> Any:
 def positive(number: Any) -> TypeGuard[int]:
     """Return whether an entry of a configuration is a whole number above 0."""
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-
-CODES_ALIGNMENT: Final = 8
-"""The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
-the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
 
 
 class Sized(Protocol):

@@ -63,37 +63,7 @@ FP8_DTYPES: Final = frozenset(("F8_E4M3", "F8_E5M2"))
 OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 """Parts of last names that show the scale of something else than the weight."""
 
-
-def _states_something(text: str) -> bool:
-    """Return whether an entry of the metadata has a value: neither none nor JSON without content."""
-    if text.strip().lower() in NO_VALUE:
-        return False
-    try:
-        return bool(from_json(text.encode()))
-    except ValueError:
-        return True
-
-
-def _lists_layers(text: str) -> bool:
-    """Return whether ComfyUI's entry names layers; what is no JSON counts as such."""
-    try:
-        entry = from_json(text.encode())
-    except ValueError:
-        return _states_something(text)
-    return bool(entry.get("layers") if isinstance(entry, dict) else entry)
-
-
 NO_VALUE: Final = ("", "none", "null", "false")
-
-METADATA_FORMATS: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
-    LAYERS_ENTRY:            ("ComfyUI's quantisation", _lists_layers),
-    "quantization_config":   (SVDQUANT, _states_something),
-})  # fmt: skip
-"""Entry of the metadata on quantised weights → (the format, whether a value of it shows that format).
-
-These entries describe codes: an output without the codes of its base does not get them, an output with them keeps them,
-and no user writes them (planning/header_entries.py).
-"""
 
 ORDER_ENTRIES: Final = ("version", "checkpoint_format", "packing_format")
 """Entries of a section on quantisation on the order of the numbers."""
@@ -115,6 +85,36 @@ UNMARKED: Final = "nvfp4 without a mark: its scales may be in tiles (ComfyUI) or
 MARKED: Final = (
     "give the folder with its config.json, or the file with ComfyUI's comfy_quant; or merge into the unquantised model"
 )
+
+
+def _states_something(text: str) -> bool:
+    """Return whether an entry of the metadata has a value: neither none nor JSON without content."""
+    if text.strip().lower() in NO_VALUE:
+        return False
+    try:
+        return bool(from_json(text.encode()))
+    except ValueError:
+        return True
+
+
+def _lists_layers(text: str) -> bool:
+    """Return whether ComfyUI's entry names layers; what is no JSON counts as such."""
+    try:
+        entry = from_json(text.encode())
+    except ValueError:
+        return _states_something(text)
+    return bool(entry.get("layers") if isinstance(entry, dict) else entry)
+
+
+METADATA_FORMATS: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
+    LAYERS_ENTRY:            ("ComfyUI's quantisation", _lists_layers),
+    "quantization_config":   (SVDQUANT, _states_something),
+})  # fmt: skip
+"""Entry of the metadata on quantised weights → (the format, whether a value of it shows that format).
+
+These entries describe codes: an output without the codes of its base does not get them, an output with them keeps them,
+and no user writes them (planning/header_entries.py).
+"""
 
 
 @dataclass(frozen=True)
