@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import ON_CPU, SEEDED, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, flat
+from .base import ON_CPU, SEEDED, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
 from .low_rank_svd import low_rank_svd
 
@@ -146,7 +146,7 @@ def delta(base: Tensor, t: Any) -> Tensor:
     return change
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return the slot `order`, from clusters of the weight's left singular vectors, one cluster for each group."""
     import numpy as np
     import torch

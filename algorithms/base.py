@@ -44,7 +44,7 @@ class DoesNotFit(ValueError):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModule:
     """The input of `rebuild`: one module as a library sees it when it loads an adapter.
 
     All tensors are on the CPU. `read(slot)` returns a stored slot in its fitted shape, and `read("")` the weight
@@ -59,8 +59,8 @@ class Loaded:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of_arrays(cls, read: Callable[[str], Any], cast: Callable[[Any, str], Any], *more: Any) -> Loaded:
-        """Return a `Loaded` from functions on numpy arrays; `more` are shapes, target and settings."""
+    def of_arrays(cls, read: Callable[[str], Any], cast: Callable[[Any, str], Any], *more: Any) -> LoadedModule:
+        """Return a `LoadedModule` from functions on numpy arrays; `more` are shapes, target and settings."""
         import torch
 
         def tensor(slot: str) -> Tensor:
@@ -88,10 +88,10 @@ class Rebuild(NamedTuple):
 
     slots: frozenset[str]
     """Optional slots, all of which are computed where a file lacks one."""
-    tensors: Callable[[Loaded], Mapping[str, Tensor]]
-    """(Loaded) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the sign
-    of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not give the
-    tensors of the training."""
+    tensors: Callable[[LoadedModule], Mapping[str, Tensor]]
+    """(LoadedModule) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the
+    sign of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not
+    give the tensors of the training."""
     note: str
     """A remark for the user on a file that lacks them."""
     of_relatives: bool = False
@@ -253,7 +253,7 @@ class Algorithm:
         """Return whether a file with these slots lacks one that `rebuild` computes."""
         return self.rebuild is not None and not self.rebuild.slots <= shapes.keys()
 
-    def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
+    def rebuilt(self, loaded: LoadedModule) -> Mapping[str, Tensor]:
         """Return the slots that `rebuild` computes, or nothing if the file stores all of them."""
         return self.rebuild.tensors(loaded) if self.rebuild and self.is_rebuilt(loaded.shapes) else {}
 

@@ -21,7 +21,7 @@ from .base import (
     ON_CPU,
     Algorithm,
     Checks,
-    Loaded,
+    LoadedModule,
     Rebuild,
     Shape,
     Shapes,
@@ -54,7 +54,7 @@ SHORTEST = 1e-12
 def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
     """Return V [in, in] in fp32, from weights [out, in] in fp32; raise DoesNotFit where rounding determines V.
 
-    The order of the weights matters. `cast` is that of Loaded.
+    The order of the weights matters. `cast` is that of LoadedModule.
     """
     import torch
 
@@ -167,7 +167,7 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
     return change
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return the basis that the layers share, rounded to the dtype of the weight, and the positions of S."""
     settings, cast = loaded.settings, loaded.cast
     weights = [cast(loaded.read(f"{LAYER_SLOT}{n}"), "F32") for n in range(settings["layers"])]

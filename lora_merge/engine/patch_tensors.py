@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..algorithms import ALGORITHMS, Loaded, dora
+from ..algorithms import ALGORITHMS, LoadedModule, dora
 from ..dtypes import Memory, Shape, StoredTensor
 from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch
@@ -262,7 +262,7 @@ def from_base(
     layers = basis_weights(patch)
     if layers and layers in shared:
         return shared[layers]
-    loaded = Loaded(read, cast, patch.shapes, patch.view.shape, dict(patch.settings))
+    loaded = LoadedModule(read, cast, patch.shapes, patch.view.shape, dict(patch.settings))
     tensors = ALGORITHMS[patch.algorithm].rebuilt(loaded)
     if layers:
         shared[layers] = tensors

@@ -32,7 +32,7 @@ from ..process import deliver_pending
 from ..progress import STEP_SECONDS, Progress, Step
 from ..text import Note
 from .stages import Pool, WindowBuffers, WindowTask, drive
-from .tasks import Merged
+from .tasks import FoldResult
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Pipeline:
         that of the busiest stage."""
         self.shares = file_system(parts[0]) in CLONES and not any(map(has_remote, self.reader.paths))
         """Whether the output may share blocks with the base; False once the system has refused."""
-        self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
+        self.readers: list[Future[FoldResult]] = []  # blocks under way that read the base bytes of the current window
         self.uploads = [upload_of(part) for part in parts]
         self.steady = [
             upload is not None and not any(summed([f.targets for f in plan.files]))

@@ -139,14 +139,14 @@ def with_overlap_notes(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     """
     if job.method != SUM or len(matched) < 2:
         return tuple(matched)
-    changed = [_Changed(match) for match in matched]
+    changed = [_ChangedRows(match) for match in matched]
     return tuple(
         replace(match, notes=(*match.notes, *_overlap_notes(job, match, changed[:n])))
         for n, match in enumerate(matched)
     )
 
 
-def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
+def _overlap_notes(job: Job, match: Match, changed: Sequence[_ChangedRows]) -> Iterator[Note]:
     """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
     modules_by_earlier: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(match) if changed else ():
@@ -172,7 +172,7 @@ def _reading(match: Match) -> Iterator[tuple[Patch, str]]:
                 yield use.patch, key
 
 
-class _Changed:
+class _ChangedRows:
     """The rows that one adapter changes, as sorted ranges of every tensor."""
 
     def __init__(self, match: Match) -> None:

@@ -143,7 +143,7 @@ def check_effect(every: Sequence[Strengths]) -> None:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ParameterChoice:
     """A choice of parameters: those in a part of `include`, or all, without those in a part of `exclude`."""
 
     include: Parts
@@ -152,9 +152,9 @@ class Chosen:
     @staticmethod
     def of(
         include: Sequence[str], exclude: Sequence[str], names: Names | None, networks: Collection[str] = ()
-    ) -> Chosen:
+    ) -> ParameterChoice:
         """Return the choice of the options of a job; see `Parts` for `names` and `networks`, and for errors."""
-        return Chosen(
+        return ParameterChoice(
             *(Parts(f, t, names, networks) for f, t in zip(CHOOSING_OPTIONS, (include, exclude), strict=True))
         )
 

@@ -19,7 +19,7 @@ from ..files.json_files import json_value
 from ..files.side_files import EMBEDDING, ON_QUANTISATION, base_folder
 from ..paths import is_split, typed
 from ..text import Note, listed
-from .changes import Matched
+from .changes import Matches
 
 MERGED: Final = "the output already contains this adapter"
 
@@ -45,7 +45,7 @@ SINGLE_FILES: Final = re.compile(
 OTHER_TOKENIZER: Final = "the output has another tokenizer"
 
 
-def folder_files(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], list[Note]]:
+def folder_files(matched: Matches) -> tuple[tuple[Folder, ...], dict[str, Path], list[Note]]:
     """Return the files of every input folder and what becomes of them, the side files of the output, and notes."""
     job, base = matched.inputs.job, matched.inputs.base
     others = tuple(folder for folder in matched.inputs.folders if folder is not None)
@@ -86,7 +86,7 @@ def folder_files(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path],
     return folders, sides, [*(note for folder in folders for note in folder.warning()), *notes]
 
 
-def _embedding_rows(matched: Matched, number: int) -> EmbeddingRows:
+def _embedding_rows(matched: Matches, number: int) -> EmbeddingRows:
     """Return the rows of the largest table of tokens, before and after an adapter."""
     base, match = matched.inputs.base, matched.adapters[number]
     tables = [key for key, info in base.tensors.items() if len(info.shape) == 2 and EMBEDDING.fullmatch(key)]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..algorithms import ALGORITHMS, Loaded
+from ..algorithms import ALGORITHMS, LoadedModule
 from ..errors import VerificationFailed
 from ..matching.patch import Patch
 from ..text import quoted
@@ -120,7 +120,7 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
     if not row.is_rebuilt(patch.shapes):
         return {}
     more = patch.shapes, patch.view.shape, settings
-    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, as_dtype, *more)).items()}
+    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(LoadedModule.of_arrays(read, as_dtype, *more)).items()}
     if not CHECKS[patch.algorithm](RebuiltSlots(slots, read, *more)):
         where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(slots))}"
         raise VerificationFailed(

@@ -56,7 +56,7 @@ class ScaledTensors(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Encoding):
+class ScaledCodes(Encoding):
     """Codes of one byte times scales."""
 
     dtype: str = ""  # of the codes: F8_E4M3, F8_E5M2 or I8
@@ -323,7 +323,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
-        return Packing(Scaled.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
+        return Packing(ScaledCodes.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
     # Scales of blocks of rows and columns.
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size in the file, is the whole weight
@@ -344,7 +344,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     parts = {SCALE: WeightPart(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
         parts[ZERO] = WeightPart(of.zero, numbers, scales)
-    encoding = Scaled.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
+    encoding = ScaledCodes.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
     return Packing(encoding, of.codes, parts, of.beside)
 
 

@@ -88,7 +88,7 @@ def positive(number: Any) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-class Sized(Protocol):
+class SizedTensor(Protocol):
     """A tensor with a place in a file."""
 
     @property
@@ -97,7 +97,7 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-def fills_words(tensors: Iterable[Sized]) -> bool:
+def fills_words(tensors: Iterable[SizedTensor]) -> bool:
     """Return whether tensors behind each other each begin at a multiple of their numbers' size, and so does what
     follows."""
     at = 0
