@@ -11,7 +11,7 @@ if __name__ == "algorithms":
 
 from .adalora import ADALORA
 from .adamss import ADAMSS
-from .base import Algorithm, DoesNotFit, Loaded, Shape, Shapes, flat
+from .base import Algorithm, DoesNotFit, LoadedModule, Shape, Shapes, flat
 from .bdlora import BDLORA
 from .boft import BOFT
 from .bora import BORA
@@ -83,7 +83,7 @@ __all__ = [
     "Algorithm",
     "Bounds",
     "DoesNotFit",
-    "Loaded",
+    "LoadedModule",
     "Shape",
     "Shapes",
     "below",

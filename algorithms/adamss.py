@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import ON_CPU, SEEDED, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, flat
+from .base import ON_CPU, SEEDED, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
 from .low_rank_svd import low_rank_svd
 
@@ -25,38 +25,6 @@ if TYPE_CHECKING:
 PEFT_SEED: Final = 123456789
 """The seed that PEFT uses for AdaMSS."""
 ROUNDS: Final = 10
-
-
-def kmeans(points: Any, count: int) -> Any:
-    """Return the cluster [n] of each point of an array [n, r], as KMeans with `init="random"`, `n_init=1` and
-    `max_iter=10` does. Raise DoesNotFit where a cluster is empty: scikit-learn fills it with distant points."""
-    import numpy as np
-
-    points = points - points.mean(axis=0)
-    chosen = np.random.RandomState(PEFT_SEED).choice(
-        len(points), count, replace=False, p=np.full(len(points), 1 / len(points))
-    )
-    centres, before = points[chosen], np.full(len(points), -1)
-    enough = 1e-4 * float(points.var(axis=0).mean())
-    for _ in range(ROUNDS):
-        labels = _nearest(points, centres)
-        sizes = np.bincount(labels, minlength=count)
-        expect(holds=bool(sizes.all()), otherwise="a cluster of its rows is empty")
-        moved = np.zeros_like(centres)
-        np.add.at(moved, labels, points)  # one point after another, so that ties are decided alike
-        moved *= (1 / sizes.astype(points.dtype))[:, None]
-        shift, centres = float(((moved - centres) ** 2).sum()), moved
-        if np.array_equal(labels, before):
-            return labels
-        if shift <= enough:
-            break
-        before = labels
-    return _nearest(points, centres)
-
-
-def _nearest(points: Any, centres: Any) -> Any:
-    return ((centres * centres).sum(axis=1) - 2 * points @ centres.T).argmin(axis=1)
-
 
 ALL_APART: Final = "it has as many singular vectors as rows: so all rows have the same distance, and form no clusters"
 MOST_GROUPS: Final = 32
@@ -88,6 +56,37 @@ AdamssTensors = make_dataclass(
     ],
     frozen=True,
 )
+
+
+def kmeans(points: Any, count: int) -> Any:
+    """Return the cluster [n] of each point of an array [n, r], as KMeans with `init="random"`, `n_init=1` and
+    `max_iter=10` does. Raise DoesNotFit where a cluster is empty: scikit-learn fills it with distant points."""
+    import numpy as np
+
+    points = points - points.mean(axis=0)
+    chosen = np.random.RandomState(PEFT_SEED).choice(
+        len(points), count, replace=False, p=np.full(len(points), 1 / len(points))
+    )
+    centres, before = points[chosen], np.full(len(points), -1)
+    enough = 1e-4 * float(points.var(axis=0).mean())
+    for _ in range(ROUNDS):
+        labels = _nearest(points, centres)
+        sizes = np.bincount(labels, minlength=count)
+        expect(holds=bool(sizes.all()), otherwise="a cluster of its rows is empty")
+        moved = np.zeros_like(centres)
+        np.add.at(moved, labels, points)  # one point after another, so that ties are decided alike
+        moved *= (1 / sizes.astype(points.dtype))[:, None]
+        shift, centres = float(((moved - centres) ** 2).sum()), moved
+        if np.array_equal(labels, before):
+            return labels
+        if shift <= enough:
+            break
+        before = labels
+    return _nearest(points, centres)
+
+
+def _nearest(points: Any, centres: Any) -> Any:
+    return ((centres * centres).sum(axis=1) - 2 * points @ centres.T).argmin(axis=1)
 
 
 def groups(shapes: Shapes) -> list[int]:
@@ -147,7 +146,7 @@ def delta(base: Tensor, t: Any) -> Tensor:
     return change
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return the slot `order`, from clusters of the weight's left singular vectors, one cluster for each group."""
     import numpy as np
     import torch

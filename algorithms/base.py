@@ -26,13 +26,25 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
 
+LAYER_SLOT: Final = "layer_"
+"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share a basis, in order."""
+
+ON_CPU: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
+
+Layout = Literal["out_in", "in_out", "table", "stored", "experts"]
+
+SEEDED: Final[Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]]] = MappingProxyType(
+    {"seed": lambda _shapes, _target: [SEED]}
+)
+"""The bounds of rows whose only number is the seed of their random tensors."""
+
 
 class DoesNotFit(ValueError):
     """The adapter's tensors do not fit each other or the base; the message says which and how."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModule:
     """The input of `rebuild`: one module as a library sees it when it loads an adapter.
 
     All tensors are on the CPU. `read(slot)` returns a stored slot in its fitted shape, and `read("")` the weight
@@ -47,8 +59,8 @@ class Loaded:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of_arrays(cls, read: Callable[[str], Any], cast: Callable[[Any, str], Any], *more: Any) -> Loaded:
-        """Return a `Loaded` from functions on numpy arrays; `more` are shapes, target and settings."""
+    def of_arrays(cls, read: Callable[[str], Any], cast: Callable[[Any, str], Any], *more: Any) -> LoadedModule:
+        """Return a `LoadedModule` from functions on numpy arrays; `more` are shapes, target and settings."""
         import torch
 
         def tensor(slot: str) -> Tensor:
@@ -71,21 +83,15 @@ class Factorisation(NamedTuple):
         return left @ right
 
 
-LAYER_SLOT: Final = "layer_"
-"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share a basis, in order."""
-
-ON_CPU: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
-
-
 class Rebuild(NamedTuple):
     """Slots that the training library computes from the base when it loads an adapter."""
 
     slots: frozenset[str]
     """Optional slots, all of which are computed where a file lacks one."""
-    tensors: Callable[[Loaded], Mapping[str, Tensor]]
-    """(Loaded) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the sign
-    of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not give the
-    tensors of the training."""
+    tensors: Callable[[LoadedModule], Mapping[str, Tensor]]
+    """(LoadedModule) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the
+    sign of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not
+    give the tensors of the training."""
     note: str
     """A remark for the user on a file that lacks them."""
     of_relatives: bool = False
@@ -142,9 +148,6 @@ class Bypass:
     input_groups: Callable[[Shapes, Shape], int] = lambda _shapes, _target: 0
     """(fitted shapes, weight shape) → number of groups of inputs that the factors belong to. Only this mode can train
     factors of the inputs of several groups."""
-
-
-Layout = Literal["out_in", "in_out", "table", "stored", "experts"]
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,7 @@ class Algorithm:
         """Return whether a file with these slots lacks one that `rebuild` computes."""
         return self.rebuild is not None and not self.rebuild.slots <= shapes.keys()
 
-    def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
+    def rebuilt(self, loaded: LoadedModule) -> Mapping[str, Tensor]:
         """Return the slots that `rebuild` computes, or nothing if the file stores all of them."""
         return self.rebuild.tensors(loaded) if self.rebuild and self.is_rebuilt(loaded.shapes) else {}
 
@@ -325,12 +328,6 @@ def of_factors(
 ) -> Algorithm:
     """Return the row of a formula whose ΔW is the product of its two factors."""
     return Algorithm(name, tensors, fitted_shapes, low_rank.product, paper, low_rank=low_rank, **more)
-
-
-SEEDED: Final[Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]]] = MappingProxyType(
-    {"seed": lambda _shapes, _target: [SEED]}
-)
-"""The bounds of rows whose only number is the seed of their random tensors."""
 
 
 def flat(shape: Shape) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from .base import (
     ON_CPU,
     Algorithm,
     Checks,
-    Loaded,
+    LoadedModule,
     Rebuild,
     Shape,
     Shapes,
@@ -47,11 +47,14 @@ UNDETERMINED: Final = (
     "with save_projection=True"
 )
 
+SHORTEST = 1e-12
+"""Columns of W V⁻ᵀ that are shorter become zeros."""
+
 
 def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
     """Return V [in, in] in fp32, from weights [out, in] in fp32; raise DoesNotFit where rounding determines V.
 
-    The order of the weights matters. `cast` is that of Loaded.
+    The order of the weights matters. `cast` is that of LoadedModule.
     """
     import torch
 
@@ -110,10 +113,6 @@ def drawn_places(widths: Sequence[int], share: float, seed: int) -> Tensor:
     return places
 
 
-SHORTEST = 1e-12
-"""Columns of W V⁻ᵀ that are shorter become zeros."""
-
-
 @dataclass(frozen=True)
 class FrodTensors:
     """The shared basis, and the trained weight in that basis."""
@@ -168,7 +167,7 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
     return change
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return the basis that the layers share, rounded to the dtype of the weight, and the positions of S."""
     settings, cast = loaded.settings, loaded.cast
     weights = [cast(loaded.read(f"{LAYER_SLOT}{n}"), "F32") for n in range(settings["layers"])]

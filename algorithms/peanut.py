@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 MOST_ENCODERS: Final = 4  # the most encoders that a file can have
 
+ACTIVATION_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = MappingProxyType(
+    {
+        **{name: (name, {}) for name in ("relu", "gelu", "silu", "mish", "relu6", "sigmoid", "tanh", "leaky_relu")},
+        "swish": ("silu", {}),
+        "gelu_pytorch_tanh": ("gelu", {"approximate": "tanh"}),
+    }
+)
+"""Name in transformers → name in torch.nn.functional, and its arguments."""
+
 
 @dataclass(frozen=True)
 class PeanutTensors:
@@ -61,16 +70,6 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
         holds=name in ACTIVATION_FUNCTIONS,
         otherwise=f"f is {str(name)[:20]!r}, known are {', '.join(ACTIVATION_FUNCTIONS)}",
     )
-
-
-ACTIVATION_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = MappingProxyType(
-    {
-        **{name: (name, {}) for name in ("relu", "gelu", "silu", "mish", "relu6", "sigmoid", "tanh", "leaky_relu")},
-        "swish": ("silu", {}),
-        "gelu_pytorch_tanh": ("gelu", {"approximate": "tanh"}),
-    }
-)
-"""Name in transformers → name in torch.nn.functional, and its arguments."""
 
 
 def delta(base: Tensor, t: PeanutTensors) -> Tensor:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+TERMS: Final = MappingProxyType({"terms": lambda _shapes, _target: [below(101)]})
+"""At most 100 terms of the series: further terms change no digit, and each costs a matrix product."""
+
 
 @dataclass(frozen=True)
 class PeftOftTensors:
@@ -94,10 +97,6 @@ def fitted_shapes_first(shapes: Shapes, target: Shape) -> Shapes:
     needed = -(-out // size)
     expect(holds=count in (1, needed), otherwise=f"{count} blocks of {size} do not cover {out} rows")
     return {"blocks": (count, size, size)}
-
-
-TERMS: Final = MappingProxyType({"terms": lambda _shapes, _target: [below(101)]})
-"""At most 100 terms of the series: further terms change no digit, and each costs a matrix product."""
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:

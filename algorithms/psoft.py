@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import ON_CPU, SEEDED, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, flat
+from .base import ON_CPU, SEEDED, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
 from .low_rank_svd import low_rank_svd
 from .peft_oft import TERMS, block_size, bounded, cayley, series, skew_blocks
@@ -40,7 +40,7 @@ class PsoftTensors:
 
 
 @dataclass(frozen=True)
-class Turned:
+class TurnedFactors:
     """The two factors of ΔW."""
 
     left: Tensor  # B (R − I), [n, out, r]
@@ -79,7 +79,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -
     expect(holds=holds, otherwise=f"psoft_orth contradicts the shape {list(shapes['turn'])}")
 
 
-def prepare(t: PsoftTensors) -> Turned:
+def prepare(t: PsoftTensors) -> TurnedFactors:
     """Return B (R − I) and A."""
     import torch
 
@@ -95,15 +95,15 @@ def prepare(t: PsoftTensors) -> Turned:
         whole = turned + identity
         whole = whole if t.rows is None else whole * t.rows
         turned = (whole if t.columns is None else whole * t.columns) - identity
-    return Turned(t.left @ turned, t.right)
+    return TurnedFactors(t.left @ turned, t.right)
 
 
-def delta(base: Tensor, t: Turned) -> Tensor:
+def delta(base: Tensor, t: TurnedFactors) -> Tensor:
     """Return ΔW [n, out, cols]; the values of `base` are not read."""
     return t.left @ t.right
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return B and A, from the leading singular triples of the weight."""
     import torch
 

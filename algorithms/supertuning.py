@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import ON_CPU, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, alpha_by, expect, extra_pair
+from .base import ON_CPU, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, alpha_by, expect, extra_pair
 from .bounds import below
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def delta(base: Tensor, t: SuperTensors) -> Tensor:
     return change if t.up is None or t.down is None else change.baddbmm_(t.up * t.scale, t.down)
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return the positions of the largest magnitudes, or of the smallest, in the order of torch.topk."""
     import torch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Checks, Factorisation, Loaded, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
+from .base import Checks, Factorisation, LoadedModule, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
     return bank.gather(1, choice.flatten(1)).view(weight.shape) * weight
 
 
-def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
+def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
     """Return the indices of a layer's numbers, and their scales: 1 / √(number of uses of the entry in all layers)."""
     import torch
 

@@ -52,8 +52,8 @@ AREAS: Final = {
     "proof": "proof/verify proof/combination_methods proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/second_reading/comparison proof/sample proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
     "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods proof/second_reading/blocks proof/second_reading/parts "
     "proof/peft_initialisation proof/account",
-    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/weight_sizes "
-    "matching/missing_tensors matching/patch matching/layer_order matching/split_qkv matching/stored_base",
+    "matching": "matching/match matching/formula matching/split_layers matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values "
+    "matching/missing_tensors matching/patch matching/layer_order matching/stored_base",
     "planning": "planning/changes planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/folder_files planning/inputs planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
     "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run recipes/resume",
 }
@@ -66,7 +66,7 @@ NAMED: Final = (
     ("lora_merge/adapters/peft/methods.py", "stored = 0 if _shares(fields, module) else rank(row, shapes)", "stored = rank(row, shapes)"),
     ("lora_merge/adapters/peft/methods.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
     ("algorithms/lora_sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
-    ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),
+    ("lora_merge/proof/reference/peft.py", '"silu": x * logistic', '"silu": x + logistic'),
     ("lora_merge/proof/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
     ("lora_merge/proof/reference/peft.py", "if up.shape == (k, g.out // k, rank):", "if down.shape[2] == g.cols:"),
     ("lora_merge/cli/batch_command.py", "if not quiet or s.error is not None:", "if not quiet:"),

@@ -158,7 +158,7 @@ def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
 def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
-    if how := index.quantised.how if index.quantised.parts else scaled:
+    if how := index.unread.how if index.unread.parts else scaled:
         raise model_in_its_place(index) or InputError(
             "an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16"
         )

@@ -26,32 +26,6 @@ from ..text import Note, from_json, is_finite, listed, shown
 from .modules import SCALE_SLOTS, AdapterFile, Module, group, rank_of
 from .peft.rules import ADAPTER_METADATA, UNTYPED, PeftRules, by_component, rules
 
-
-class Meaning(Enum):
-    """What an entry says, which decides what is done with it."""
-
-    ALPHA = "used: scale = α / rank"
-    SCALE = "used: the change is multiplied by it"
-    ROOT = "used: scale = α / √rank"
-    RANK = "compared with the rank of the tensors"
-    DORA = "compared with the tensors, which must have a magnitude"
-    INFORMATIVE = "not needed: the tensors show it, or hold its effect already"
-    UNKNOWN = "refused if it could change the merged weights"
-
-
-ENTRY_MEANINGS: Final[Mapping[str, Meaning]] = {
-    **dict.fromkeys(("alpha", "lora_alpha", "network_alpha", "adapter_alpha"), Meaning.ALPHA),
-    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's α / r; mistral-finetune, model/args.py
-    **dict.fromkeys(("use_rslora", "rslora", "use_rs_lora", "rs_lora"), Meaning.ROOT),
-    **dict.fromkeys(("r", "rank", "dim", "lora_r", "lora_rank", "lora_dim"), Meaning.RANK),
-    **dict.fromkeys(("network_rank", "network_dim", "adapter_rank", "adapter_dim"), Meaning.RANK),
-    **dict.fromkeys(("use_dora", "dora", "dora_wd", "weight_decompose", "lora_decompose"), Meaning.DORA),
-    # LyCORIS stores its α, and ai-toolkit trains without: alpha is then the rank (toolkit/lora_special.py)
-    **dict.fromkeys(("linear_alpha", "conv_alpha"), Meaning.INFORMATIVE),
-    **dict.fromkeys(("decompose_both", "wd_on_output"), Meaning.INFORMATIVE),  # the shapes show it
-}  # fmt: skip
-"""Name of an entry in small letters, without the levels above → its meaning."""
-
 OTHER_ENTRIES: Final = (
     "ss_", "sshs_", "modelspec.",  # sd-scripts; musubi-tuner leaves ss_network_alpha where it folds α into the tensors
     "ot_", "training_info", "software",  # OneTrainer, which stores α; ai-toolkit
@@ -89,6 +63,32 @@ STATE_ALPHA: Final = (
     "state what the training used: `--setting lora_alpha={}`, which is divided by the rank of each module"
 )
 REMOVE: Final = "merge with the program that wrote it; if it has no effect on the weights, remove that entry"
+
+
+class Meaning(Enum):
+    """What an entry says, which decides what is done with it."""
+
+    ALPHA = "used: scale = α / rank"
+    SCALE = "used: the change is multiplied by it"
+    ROOT = "used: scale = α / √rank"
+    RANK = "compared with the rank of the tensors"
+    DORA = "compared with the tensors, which must have a magnitude"
+    INFORMATIVE = "not needed: the tensors show it, or hold its effect already"
+    UNKNOWN = "refused if it could change the merged weights"
+
+
+ENTRY_MEANINGS: Final[Mapping[str, Meaning]] = {
+    **dict.fromkeys(("alpha", "lora_alpha", "network_alpha", "adapter_alpha"), Meaning.ALPHA),
+    **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's α / r; mistral-finetune, model/args.py
+    **dict.fromkeys(("use_rslora", "rslora", "use_rs_lora", "rs_lora"), Meaning.ROOT),
+    **dict.fromkeys(("r", "rank", "dim", "lora_r", "lora_rank", "lora_dim"), Meaning.RANK),
+    **dict.fromkeys(("network_rank", "network_dim", "adapter_rank", "adapter_dim"), Meaning.RANK),
+    **dict.fromkeys(("use_dora", "dora", "dora_wd", "weight_decompose", "lora_decompose"), Meaning.DORA),
+    # LyCORIS stores its α, and ai-toolkit trains without: alpha is then the rank (toolkit/lora_special.py)
+    **dict.fromkeys(("linear_alpha", "conv_alpha"), Meaning.INFORMATIVE),
+    **dict.fromkeys(("decompose_both", "wd_on_output"), Meaning.INFORMATIVE),  # the shapes show it
+}  # fmt: skip
+"""Name of an entry in small letters, without the levels above → its meaning."""
 
 
 @dataclass(frozen=True)

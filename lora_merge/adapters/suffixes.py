@@ -8,7 +8,7 @@ which weight of the base a path names.
 Two marks in the paths that `split` returns:
 
 * `path/2` is part 2 of the module `path`: parts 0, 1, … write consecutive row ranges, those of the layers that
-  the base has fused in `path` (matching/row_parts.py). Shared rows (alpha …) of `path` hold for all of its parts.
+  the base has fused in `path` (matching/split_layers.py). Shared rows (alpha …) of `path` hold for all of its parts.
 * `.set_weight` and `.diff` may follow a parameter instead of a module
   (`….query_norm.scale.set_weight`); the path is then the name of a tensor of the base.
 """
@@ -33,6 +33,63 @@ BARE_LORA: Final = (*LORA_ROWS, "lora_fused", *STACKED_ROWS, "bora")
 PEFT_LORA: Final = (*LORA_ROWS, "lora_experts", *STACKED_ROWS, "kasa")
 OFT: Final = ("diag_oft", "boft")
 
+SHARED_SLOTS: Final = MappingProxyType(
+    {
+        "alpha": "a number: scale · rank for most, a norm limit for OFT; see Algorithm.scalars_from",
+        "scale_override": "a number that replaces α / rank",
+        "magnitude": "DoRA's magnitude; see algorithms/dora.py",
+        "reshape": "integers: the shape to which the base is padded with zeros first",
+    }
+)
+"""Slots that may accompany any algorithm and are not a field of its dataclass."""
+
+_PAIR: Final = r"\.(up|down)\.weight"
+
+KEY_REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
+    (sign, re.compile(pattern, re.DOTALL), template)
+    for sign, pattern, template in (
+        # old diffusers attached the LoRA to the attention processor, not to the layer
+        (r"_lora\.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
+        (r"_lora\.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
+        # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
+        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
+        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
+        (r"_lora1\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
+        (r"_lora2\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
+        (r"_lora\.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+        (r"_lora\.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
+        (r"_lora\.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+        (r"_lora\.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
+        # Custom Diffusion's processors hold whole layers, which are used in place of the attention's own
+        (
+            "_custom_diff",
+            r"(.*)\.processor\.(to_\w+)_custom_diffusion((?:\.0)?\.(?:weight|bias))",
+            r"\1.\2\3.set_weight",
+        ),
+        # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
+        (r"\.lora_(?:up|down)\.\d", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
+        (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
+        # LongCat-Video: one `up` for each layer in a fused one, one `down` below the other
+        (r"\.lora_up\.blocks\.", r"(.*)\.lora_up\.blocks\.(\d)\.weight", r"\1.lora_up_\2.weight"),
+        # torch's parametrize puts what changes a weight below it (Stable Audio 3, minLoRA)
+        (r"\.parametrizations\.", r"(.*)\.parametrizations\.weight\.\d+\.(.*)", r"\1.\2"),
+        # LLMs-from-scratch wraps the layer and keeps it as `linear`
+        (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
+        # Tinker's name of the head (thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_utils.py)
+        ("unembed_tokens", r"(.*?)(?:(?<=model\.)model\.)?unembed_tokens\.(.*)", r"\1lm_head.\2"),
+        # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
+        (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
+        # Flux control LoRAs carry whole norm scales under the base's own names
+        (r"_norm\.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
+        ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
+    )
+)
+"""(pattern of a text in the key, pattern of the whole key, the key in a known spelling); the first match is applied."""
+
+_BY_SIGN: Final = {sign: [row[1:] for row in KEY_REWRITES if row[0] == sign] for sign, *_ in KEY_REWRITES}
+_SIGNS: Final = re.compile("|".join(_BY_SIGN))
+PART_DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
+
 
 @dataclass(frozen=True)
 class Suffix:
@@ -48,17 +105,6 @@ class Suffix:
     """The parameter of the module that the tensor changes."""
     named: bool = False
     """Whether the key may contain an adapter's name: `.lora_A.default.weight`, `.ia3_l.default`."""
-
-
-SHARED_SLOTS: Final = MappingProxyType(
-    {
-        "alpha": "a number: scale · rank for most, a norm limit for OFT; see Algorithm.scalars_from",
-        "scale_override": "a number that replaces α / rank",
-        "magnitude": "DoRA's magnitude; see algorithms/dora.py",
-        "reshape": "integers: the shape to which the base is padded with zeros first",
-    }
-)
-"""Slots that may accompany any algorithm and are not a field of its dataclass."""
 
 
 def _of_peft() -> Iterator[Suffix]:
@@ -144,56 +190,10 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
 )
 """Every known spelling; no ending has two rows."""
 
-_PAIR: Final = r"\.(up|down)\.weight"
-
-KEY_REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
-    (sign, re.compile(pattern, re.DOTALL), template)
-    for sign, pattern, template in (
-        # old diffusers attached the LoRA to the attention processor, not to the layer
-        (r"_lora\.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
-        (r"_lora\.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
-        # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
-        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
-        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
-        (r"_lora1\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
-        (r"_lora2\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
-        (r"_lora\.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
-        (r"_lora\.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
-        (r"_lora\.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
-        (r"_lora\.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
-        # Custom Diffusion's processors hold whole layers, which are used in place of the attention's own
-        (
-            "_custom_diff",
-            r"(.*)\.processor\.(to_\w+)_custom_diffusion((?:\.0)?\.(?:weight|bias))",
-            r"\1.\2\3.set_weight",
-        ),
-        # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
-        (r"\.lora_(?:up|down)\.\d", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
-        (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
-        # LongCat-Video: one `up` for each layer in a fused one, one `down` below the other
-        (r"\.lora_up\.blocks\.", r"(.*)\.lora_up\.blocks\.(\d)\.weight", r"\1.lora_up_\2.weight"),
-        # torch's parametrize puts what changes a weight below it (Stable Audio 3, minLoRA)
-        (r"\.parametrizations\.", r"(.*)\.parametrizations\.weight\.\d+\.(.*)", r"\1.\2"),
-        # LLMs-from-scratch wraps the layer and keeps it as `linear`
-        (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
-        # Tinker's name of the head (thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_utils.py)
-        ("unembed_tokens", r"(.*?)(?:(?<=model\.)model\.)?unembed_tokens\.(.*)", r"\1lm_head.\2"),
-        # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
-        (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
-        # Flux control LoRAs carry whole norm scales under the base's own names
-        (r"_norm\.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
-        ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
-    )
-)
-"""(pattern of a text in the key, pattern of the whole key, the key in a known spelling); the first match is applied."""
-
-_BY_SIGN: Final = {sign: [row[1:] for row in KEY_REWRITES if row[0] == sign] for sign, *_ in KEY_REWRITES}
-_SIGNS: Final = re.compile("|".join(_BY_SIGN))
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 _FIRST: Final = {ending.split(".")[1] for ending in _BY_ENDING}
 """The first part of every ending."""
-PART_DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
 
 
 def split(key: str) -> tuple[str, Suffix] | None:

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated_model import made_for
 from ..adapters.suffixes import split_parameter
+from ..adapters.training_metadata import made_for
 from ..algorithms import ALGORITHMS
 from ..dtypes import Shape, StoredTensor
 from ..errors import AmbiguousName, FitError, InputError, UsageError

@@ -26,7 +26,7 @@ from ..matching.orientation import ALL_UPRIGHT
 from ..matching.patch import Match, PatchPart
 from ..models.blocks import network_of
 from ..models.names import Names
-from ..models.part_factors import Chosen
+from ..models.part_factors import ParameterChoice
 from ..models.parts import NOT_CHANGED
 from ..models.weights import Weight, whole
 from ..planning.checkpoint_cache import CheckpointCache
@@ -84,7 +84,7 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
         return sources
     names, named = _named(job, sources)
     networks = {name: label for label, some in named for name in some}
-    chosen = Chosen.of(job.include, job.exclude, names, networks.values())
+    chosen = ParameterChoice.of(job.include, job.exclude, names, networks.values())
     chosen.check(networks, NOT_CHANGED)
     targets = tuple(t for t, (label, some) in zip(sources.targets, named, strict=True) if chosen.takes(label, some))
     if not targets:

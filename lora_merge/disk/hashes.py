@@ -50,6 +50,14 @@ KEY_BYTES: Final = 32
 
 _ENTRY: Final = re.compile("[0-9a-f]{64} [0-9a-f]{64}")
 
+_known: dict[Path, tuple[FileState | None, str]] = {}
+"""File → its state and digest, if this process has hashed it."""
+
+HASHED_BYTES: Final = 32 * 2**20
+"""Bytes that are hashed at once while other threads run Python; shorter pieces wait too often for the GIL."""
+
+GAP_BYTES: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read
+
 
 def cache_file() -> Path:
     """Return the path of the file with the entries, in the user's cache folder; RuntimeError without a home folder.
@@ -79,10 +87,6 @@ def state(path: Path) -> str | None:
     except OSError:
         return None
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
-
-
-_known: dict[Path, tuple[FileState | None, str]] = {}
-"""File → its state and digest, if this process has hashed it."""
 
 
 def know(path: Path, digest: str) -> None:
@@ -202,12 +206,6 @@ def _signed(key: bytes, path: Path, now: str, digest: str) -> str:
             f.seek(last * n // (SAMPLES - 1))
             code.update(f.read(PAGE))
     return f"{digest} {code.hexdigest()}"
-
-
-HASHED_BYTES: Final = 32 * 2**20
-"""Bytes that are hashed at once while other threads run Python; shorter pieces wait too often for the GIL."""
-
-GAP_BYTES: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read
 
 
 class RunningHashes:

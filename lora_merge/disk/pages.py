@@ -14,6 +14,10 @@ from .system import HAS_HUGE_PAGES, NO_WAIT, WILL_NEED, advise, private_memory, 
 PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20  # bytes of a huge page on x86 and most ARM systems
 
+_CACHESTAT: Final = 451  # number of the system call, the same on every processor but Alpha; Linux 6.5 and later
+_libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_counted: bool = _libc is not None  # False once the system reports that it has no such call
+
 
 def aligned_buffer(size: int) -> memoryview:
     """Return `size` bytes of zeroed memory that begin at a page. The memory is freed with its last view.
@@ -49,11 +53,6 @@ class ReadAhead:
 def address(data: memoryview) -> int:
     """Return the address of the first byte of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
-
-
-_CACHESTAT: Final = 451  # number of the system call, the same on every processor but Alpha; Linux 6.5 and later
-_libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_counted: bool = _libc is not None  # False once the system reports that it has no such call
 
 
 class Unknown(Exception):

@@ -53,6 +53,24 @@ LOCK: Final = "" if CAN_LOCK else ".lock"
 _swept: dict[Path, float] = {}
 """Folder → time of its last search."""
 
+DISK_ERRORS: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
+"""Errors of the disk itself. Any other error means that the file system does not support the call."""
+
+TURN_SECONDS: Final = 120.0
+"""Seconds that a run waits for its turn. A turn takes two flushes of a folder; only a stopped process holds it long."""
+
+TURN_POLL: Final = 0.01  # seconds between two attempts to take the turn
+ATTEMPTS: Final = 20  # attempts to make the folder and a file in it, while another run that failed removes the folder
+
+LOOK_FLAGS: Final[int] = PLAIN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags that open whatever has a name, but for links, without waiting."""
+
+LOST: Final = "the file system reports that the file has its name, but another file has it"
+PART_REPLACED: Final = "another program replaced the temporary file"
+
+_unsynced: set[Path] = set()
+"""Folders that this process made for an output or its claim, and whose names may not be on the disk yet."""
+
 
 def create(target: Path, *, folder: bool, mode: int = NEW) -> tuple[Path, int]:
     """Make a temporary file or folder and lock it; return its path and the descriptor with the lock.
@@ -194,25 +212,6 @@ def remove(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-DISK_ERRORS: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
-"""Errors of the disk itself. Any other error means that the file system does not support the call."""
-
-TURN_SECONDS: Final = 120.0
-"""Seconds that a run waits for its turn. A turn takes two flushes of a folder; only a stopped process holds it long."""
-
-TURN_POLL: Final = 0.01  # seconds between two attempts to take the turn
-ATTEMPTS: Final = 20  # attempts to make the folder and a file in it, while another run that failed removes the folder
-
-LOOK_FLAGS: Final[int] = PLAIN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags that open whatever has a name, but for links, without waiting."""
-
-LOST: Final = "the file system reports that the file has its name, but another file has it"
-PART_REPLACED: Final = "another program replaced the temporary file"
-
-_unsynced: set[Path] = set()
-"""Folders that this process made for an output or its claim, and whose names may not be on the disk yet."""
 
 
 @contextmanager

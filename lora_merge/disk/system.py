@@ -48,6 +48,9 @@ CAN_READ_DIRECT: Final = bool(DIRECT_FLAG) and HAS_PREADV
 CAN_LOCK: Final = find_spec("fcntl") is not None
 """Whether the system has advisory locks: they end with their process, even if it is killed, and nobody else notices."""
 
+HAS_HUGE_PAGES: Final = hasattr(mmap, "MADV_HUGEPAGE")
+"""Whether `private_memory` may use huge pages; buffers then begin at a huge page."""
+
 
 def _opens_folders() -> bool:
     try:
@@ -144,10 +147,6 @@ def private_memory(size: int) -> mmap.mmap:
         with suppress(OSError, AttributeError):  # the kernel does not know this advice
             memory.madvise(getattr(mmap, advice))
     return memory
-
-
-HAS_HUGE_PAGES: Final = hasattr(mmap, "MADV_HUGEPAGE")
-"""Whether `private_memory` may use huge pages; buffers then begin at a huge page."""
 
 
 def path_of(fd: int) -> Path | None:

@@ -32,6 +32,15 @@ from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direc
 FICLONE: Final = 0x40049409  # ioctl_ficlone(2)
 FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 
+IN_MEMORY: Final = 32 << 20  # bytes that wait in memory to be written; more wait in a temporary file
+WRITE_BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
+# copy_file_range was tried for unchanged bytes. On ext4 it takes as long as a read and a direct write (0.7 s and 0.7 to
+# 0.9 s a GB), needs 1.6 times the processor time, and fills the page cache. Where files share blocks, `share` copies
+# nothing.
+BEHIND: Final = 128 << 20  # bytes in the page cache that may still be unwritten
+
+OUTBOX: Final = "name a folder with room in LORA_MERGE_CACHE: outputs are written here before they are uploaded"
+
 
 def clone(old: int, new: int) -> bool:
     """Make the open, empty file `new` share all bytes of the open file `old`; return False if it cannot."""
@@ -56,14 +65,6 @@ def _ioctl(new: int, request: int, argument: int | bytes) -> bool:
     except OSError:
         return False  # no such call here, two file systems, or incomplete blocks: the caller copies
     return True
-
-
-IN_MEMORY: Final = 32 << 20  # bytes that wait in memory to be written; more wait in a temporary file
-WRITE_BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
-# copy_file_range was tried for unchanged bytes. On ext4 it takes as long as a read and a direct write (0.7 s and 0.7 to
-# 0.9 s a GB), needs 1.6 times the processor time, and fills the page cache. Where files share blocks, `share` copies
-# nothing.
-BEHIND: Final = 128 << 20  # bytes in the page cache that may still be unwritten
 
 
 def _find_sync_range() -> Any:
@@ -131,9 +132,6 @@ def _no_space(path: Path, needed: int, free: int, *, most: bool = False) -> Reso
     if upload_address(path) is not None:
         return ResourceError(short, f"the local copy of {path}", OUTBOX)
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
-
-
-OUTBOX: Final = "name a folder with room in LORA_MERGE_CACHE: outputs are written here before they are uploaded"
 
 
 def elsewhere(output: Path) -> str:

@@ -1,7 +1,7 @@
 """Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call.
 
 `BlockFolder` groups blocks, folds each group (`fold.py`) on a lane (`lanes.py`) that has the memory for it
-(`memory_policy.py`), and writes the merged numbers, or their codes (`requantisation.py`).
+(`lanes.py`), and writes the merged numbers, or their codes (`requantisation.py`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ from .change_sample import (
 )
 from .devices import fallback_device, precise_at
 from .fold import new_weights
-from .lanes import Lanes
-from .memory_policy import STAGED, Call, MemoryLimits, MemoryPolicy
+from .lanes import STAGED, Call, Lanes, MemoryLimits, MemoryPolicy
 from .patch_tensors import PatchTensors
 from .requantisation import Codes, NewParts, Uncovered, recode
 from .row_blocks import Block, groups, portions
 from .tasks import (
     BlockTask,
     EncodeTask,
+    FoldResult,
     FoldTask,
     InUnitsTask,
     LargestNumber,
     LargestTask,
-    Merged,
     MergedBlock,
     OutOfMemory,
     settled,
@@ -127,14 +126,14 @@ class BlockFolder:
         draws = self.options.draw is not None
         self.memory = MemoryPolicy(self.lanes, self.options.limits, adapter_bytes, draws=draws)
 
-    def fold(self, tasks: Sequence[FoldTask]) -> Merged:
+    def fold(self, tasks: Sequence[FoldTask]) -> FoldResult:
         """Do all tasks, equal kinds together, without autograd; only `into` is written.
 
         Raises TooLarge for numbers that are too large for their dtype and may not be cut.
         """
         return settled(list(self.begin(tasks)))
 
-    def begin(self, tasks: Sequence[FoldTask]) -> Iterator[Future[Merged]]:
+    def begin(self, tasks: Sequence[FoldTask]) -> Iterator[Future[FoldResult]]:
         """Start to do all tasks, side by side if there is a pool; yield futures for `settled`."""
         encode = [task for task in tasks if isinstance(task, EncodeTask)]
         rest = [task for task in tasks if not isinstance(task, EncodeTask)]
@@ -149,14 +148,14 @@ class BlockFolder:
         """Start to find the largest number of a block."""
         return self._submit(lambda: self._calls(self._largest, [task])[0])
 
-    def fold_here(self, tasks: Sequence[FoldTask]) -> Merged:
+    def fold_here(self, tasks: Sequence[FoldTask]) -> FoldResult:
         """Do all tasks in the calling thread, which may be one of the pool."""
         return self._fold_all(groups(tasks, _block, self.memory.most), SharedSums(1))
 
-    def norms(self, targets: Sequence[OutputTensor]) -> Merged:
+    def norms(self, targets: Sequence[OutputTensor]) -> FoldResult:
         """Return the norms of changes from their factors; none if the device is out of memory."""
         norms = self.lanes.turn(lambda lane: factor_norms(targets, self.tensors, lane))
-        return Merged() if isinstance(norms, OutOfMemory) else Merged(norms=norms)
+        return FoldResult() if isinstance(norms, OutOfMemory) else FoldResult(norms=norms)
 
     def _submit(self, work: Callable[[], Result]) -> Future[Result]:
         if self.pool is not None:
@@ -165,9 +164,9 @@ class BlockFolder:
         done.set_result(work())
         return done
 
-    def _fold_all(self, groups_of_tasks: Iterable[Sequence[FoldTask]], sums: SharedSums) -> Merged:
+    def _fold_all(self, groups_of_tasks: Iterable[Sequence[FoldTask]], sums: SharedSums) -> FoldResult:
         calls = (merged for group in groups_of_tasks for merged in self._calls(self._merge, group))
-        return _summed(sum(calls, Merged()), sums)
+        return _summed(sum(calls, FoldResult()), sums)
 
     def _calls(self, work: Call[Task, Result], tasks: Sequence[Task]) -> list[Result]:
         """Return the results of work on tasks of one kind: of one call, or of as many as memory and precision need."""
@@ -186,7 +185,7 @@ class BlockFolder:
             parts = tasks[:half], tasks[half:]
         return [result for part in parts if part for result in self._calls(work, part)]
 
-    def _merge(self, tasks: Sequence[FoldTask], lane: DeviceStream | None) -> Merged | OutOfMemory:
+    def _merge(self, tasks: Sequence[FoldTask], lane: DeviceStream | None) -> FoldResult | OutOfMemory:
         """Fold blocks of one kind in one call, and write the results."""
         if self.lanes.at[0].device.type == "cpu":
             tasks = in_units(tasks, self.tensors.fetch)
@@ -202,7 +201,7 @@ class BlockFolder:
         if isinstance(written, OutOfMemory):
             return written
         sample = written.sample
-        merged = Merged(measures=written.sums(), samples=() if sample is None or sample.on_device else (sample,))
+        merged = FoldResult(measures=written.sums(), samples=() if sample is None or sample.on_device else (sample,))
         return merged if written.too_large is None else merged + self._cut(tasks, written.too_large)
 
     def _largest(self, tasks: Sequence[LargestTask], lane: DeviceStream | None) -> LargestNumber | OutOfMemory:
@@ -286,7 +285,7 @@ class BlockFolder:
 
     def _recoded(
         self, tasks: Sequence[FoldTask], merged: Tensor, sample: RowSample | None, lane: DeviceStream | None
-    ) -> Merged | OutOfMemory:
+    ) -> FoldResult | OutOfMemory:
         """Store merged blocks as codes."""
         # The codes of all blocks, and as a reader decodes them, the numbers that are sampled.
         width, pairs = sample_width(sample), [*zip(tasks, merged.unbind(), strict=True)]
@@ -294,20 +293,20 @@ class BlockFolder:
         if isinstance(encoded, OutOfMemory):
             return encoded
         # Measures of the blocks that have codes, before these overwrite the base's.
-        covered, result = {n: e for n, e in enumerate(encoded) if isinstance(e, NewParts)}, Merged()
+        covered, result = {n: e for n, e in enumerate(encoded) if isinstance(e, NewParts)}, FoldResult()
         if sample is not None and covered:
             bases, sample = [tasks[n].base for n in covered], sample.on_host().only([*covered])
             measures, samples = measure_codes(sample, bases, [*covered.values()], self.tensors.fetch)
-            result = Merged(measures=tuple(measures), samples=tuple(samples))
+            result = FoldResult(measures=tuple(measures), samples=tuple(samples))
         for task, codes in zip(tasks, encoded, strict=True):
             if isinstance(codes, Uncovered):
-                result += Merged(uncovered={task.block.target.name: codes.largest})
+                result += FoldResult(uncovered={task.block.target.name: codes.largest})
             else:
                 task.into.copy_(codes.codes)
-                result += Merged(parts=codes.others)
+                result += FoldResult(parts=codes.others)
         return result
 
-    def _encode(self, task: EncodeTask, sums: SharedSums) -> Merged:
+    def _encode(self, task: EncodeTask, sums: SharedSums) -> FoldResult:
         """Store a block that is merged already, with the scale that its weight has got since."""
         values, sample = task.merged
         sample = None if sample is None else replace(sample, blocks=[task.block])
@@ -341,7 +340,7 @@ class BlockFolder:
             raise sum_too_large(task.block.target.name, values.dtype)
         return moved
 
-    def _cut(self, tasks: Sequence[FoldTask], merged: Tensor) -> Merged:
+    def _cut(self, tasks: Sequence[FoldTask], merged: Tensor) -> FoldResult:
         """Write the numbers again, those too large for their dtype cut; TooLarge if they may not be cut, or if a sum of
         finite numbers is not finite."""
         counts: Counter[str] = Counter()
@@ -350,10 +349,10 @@ class BlockFolder:
             if self.tensors.overflown(task, values):
                 raise sum_too_large(name, values.dtype)
             counts[name] += settle(name, host(values), task.into, saturate=self.options.saturate)
-        return Merged(+counts)
+        return FoldResult(+counts)
 
 
-def _summed(merged: Merged, sums: SharedSums) -> Merged:
+def _summed(merged: FoldResult, sums: SharedSums) -> FoldResult:
     """Return what a thread has merged, with measures in place of its samples."""
     return replace(merged, samples=(), measures=merged.measures + sums.measured(merged.samples))
 

@@ -39,8 +39,12 @@ READ_RUN: Final = 2**12
 WHOLE_PIECE: Final = 2**20
 """Numbers that are read at once if a tensor is read whole."""
 
+GRAM_SHARE: Final = 3
+"""The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
+that of a sample."""
 
-class Replaced(NamedTuple):
+
+class Replacement(NamedTuple):
     """An output tensor that is an adapter's own, and what the base has in its place."""
 
     target: OutputTensor
@@ -48,7 +52,7 @@ class Replaced(NamedTuple):
     adapter: int
 
 
-def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Match]) -> Iterator[Replaced]:
+def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Match]) -> Iterator[Replacement]:
     """Yield the targets that are tensors of adapters, and that no formula changes besides. Whole numbers are positions
     and counts, whose sizes say nothing."""
     owners: dict[str, int] = {}
@@ -66,16 +70,16 @@ def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Mat
         if info is not None:
             before = Weight(info.shape, info, base.packed.get(info.name))
         if before.packed is not None or before.stored.dtype in FLOATS:
-            yield Replaced(target, before, adapter)
+            yield Replacement(target, before, adapter)
 
 
-def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measurement]:
+def replaced_measures(every: Iterable[Replacement], read: Fetch) -> Iterator[Measurement]:
     """Yield the measure of each tensor, of all its numbers or of runs that are spread evenly over it."""
     for tensor in every:
         yield Measurement(tensor.target.name, measure(tensor, read))
 
 
-def measure(tensor: Replaced, read: Fetch, every: int = SAMPLE_STRIDE) -> Measure:
+def measure(tensor: Replacement, read: Fetch, every: int = SAMPLE_STRIDE) -> Measure:
     """Return the measure of a tensor. `every`: of a large one, one number in about so many is read; 1: all of them.
 
     Tensors may have other numbers of rows: rows that the base lacks are zeros there, as in weights that an adapter
@@ -87,7 +91,7 @@ def measure(tensor: Replaced, read: Fetch, every: int = SAMPLE_STRIDE) -> Measur
     return sums.scaled(prod(tensor.target.shape))
 
 
-def runs(tensor: Replaced, every: int = SAMPLE_STRIDE) -> Iterator[tuple[int, int]]:
+def runs(tensor: Replacement, every: int = SAMPLE_STRIDE) -> Iterator[tuple[int, int]]:
     """Yield (first number, count) of the runs of a tensor that are read, as for `measure`."""
     count, weight, group = prod(tensor.target.shape), tensor.before, 1
     if weight.packed is not None:  # whole rows are decoded together
@@ -107,7 +111,7 @@ def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
     return numbers
 
 
-def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
+def _sums(tensor: Replacement, before: Tensor, after: Tensor) -> Measure:
     """Return the sums over some numbers, without NaN and infinite ones."""
     change, stored, unchanged = after - before, after, before
     if known := tensor.target.packed is None:
@@ -121,11 +125,6 @@ def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
         weight=float(weight @ weight), largest=float(change.abs().max()) if change.numel() else 0.0,
         all=whole, adapters={tensor.adapter: whole},
     )  # fmt: skip
-
-
-GRAM_SHARE: Final = 3
-"""The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
-that of a sample."""
 
 
 def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:

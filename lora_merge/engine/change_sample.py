@@ -51,6 +51,24 @@ SUM_BYTES: Final = 256
 PendingRunSums: TypeAlias = Callable[[], list[tuple[Measurement, ...]]]
 """Function that returns the measures of samples, once the lane is settled."""
 
+COARSE_FACTOR: Final = 4
+"""The factor by which more numbers than usual are sampled where whole tiles of rows are encoded together."""
+
+ROW_PERIOD: Final = 4
+"""Of so many blocks that the same patches change, one is sampled: each costs a dozen calls, however few rows it has."""
+
+SUMS: Final = 6
+"""Of every block: W², ΔW², error · ΔW, error², the numbers that differ, and the largest |ΔW|."""
+
+PART_SUMS: Final = 3
+"""Of the change of each adapter: ΔW², error · ΔW, and error² where it changes numbers."""
+
+WAITING_NUMBERS: Final = 2**21
+"""The numbers of rows that wait for their sums, until these are made."""
+
+PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
+"""Function that returns the measures of some blocks, once their lane is settled."""
+
 
 def same(target: OutputTensor) -> bool:
     """Return whether the output can hold the numbers of the base as they are."""
@@ -196,13 +214,6 @@ def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Meas
             ))  # fmt: skip
 
 
-COARSE_FACTOR: Final = 4
-"""The factor by which more numbers than usual are sampled where whole tiles of rows are encoded together."""
-
-ROW_PERIOD: Final = 4
-"""Of so many blocks that the same patches change, one is sampled: each costs a dozen calls, however few rows it has."""
-
-
 @dataclass(frozen=True)
 class Sampling:
     """The density of a sample: about one number of a block in `every`, and at least `least`."""
@@ -274,16 +285,6 @@ class Sampling:
         """Return how many numbers of a block are sampled, if all blocks are; all of a small weight."""
         whole = prod(block.target.matrix) <= WHOLE_BELOW
         return block.elements if whole else max(block.elements // self.every, self.least)
-
-
-SUMS: Final = 6
-"""Of every block: W², ΔW², error · ΔW, error², the numbers that differ, and the largest |ΔW|."""
-
-PART_SUMS: Final = 3
-"""Of the change of each adapter: ΔW², error · ΔW, and error² where it changes numbers."""
-
-WAITING_NUMBERS: Final = 2**21
-"""The numbers of rows that wait for their sums, until these are made."""
 
 
 class AdapterChange(NamedTuple):
@@ -478,10 +479,6 @@ def _part_sums(change: Tensor, error: Tensor) -> Iterator[Tensor]:
     """Yield the `PART_SUMS` of the change of one adapter in each block."""
     yield from (torch.linalg.vecdot(numbers, change) for numbers in (change, error))
     yield error.masked_fill(change == 0, 0.0).square_().sum(1)
-
-
-PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
-"""Function that returns the measures of some blocks, once their lane is settled."""
 
 
 def bring_sums(samples: Sequence[RowSample], lane: DeviceStream) -> PendingRowSums:

@@ -37,6 +37,34 @@ ACCELERATORS: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` tak
 
 DEVICE_BYTES: Final = 5 * 2**30
 
+_failed: Final[dict[str, str]] = {}  # device → the error after which this process cannot use it
+
+_loading = Lock()
+_loaded: list[torch.device] = []
+
+START: Final = {"cuda": 1.5, "xpu": 1.5, "mps": 0.3}
+"""Seconds until a device computes: its context, its libraries, pinned memory."""
+
+DISK_SPEED: Final = 3e9
+LINK: Final = 12e9
+"""Bytes per second: written to the disk; to a device and at the same time from it."""
+
+HOSTED: Final = 60e-12
+"""Seconds of one thread of the host for a byte that a device folds; tests/bench measures it."""
+
+CASTS: Final = 1.6e-9
+USED: Final = 1.3e-9
+COMBINED: Final = 1e-7
+DECOMPOSED: Final = 4e-9
+"""Seconds of one core for one number: its casts; one formula; one change that `--method` combines with others by size;
+a decomposition in fp64, times the smaller side of the matrix."""
+
+CORES: Final = {"plain": 200.0, "decomposed": 10.0}
+"""The number of cores that a GPU replaces: for most formulas, where its memory decides; for decompositions."""
+
+CLEAR: Final = 0.9
+"""The largest share of the CPU's seconds at which a GPU is taken."""
+
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:
     """Return the placements for `--device`, one device or several of one kind; ResourceError if one is missing."""
@@ -83,9 +111,6 @@ def _numbered(where: torch.device) -> torch.device:
             return torch.device("cuda", int(rank))
         return torch.device(where.type, torch.get_device_module(where.type).current_device())
     return where
-
-
-_failed: Final[dict[str, str]] = {}  # device → the error after which this process cannot use it
 
 
 def device_failed(where: torch.device, text: str) -> DeviceFailed:
@@ -211,10 +236,6 @@ def _load_decompositions(device: torch.device) -> None:
             _loaded.append(device)
 
 
-_loading = Lock()
-_loaded: list[torch.device] = []
-
-
 def release(at: Sequence[Placement]) -> None:
     """Give unused memory back to the devices, and unused pinned memory to the system."""
     used = {p.device.type: p.device for p in at if str(p.device) not in _failed and p.device.type in DEVICE_KINDS[1:]}
@@ -286,30 +307,6 @@ def _thread_limits() -> tuple[Any, ...]:
 def device_bytes(max_vram: int | None) -> int:
     """Return the bytes of a device's memory that a merge may use."""
     return DEVICE_BYTES if max_vram is None else max_vram
-
-
-START: Final = {"cuda": 1.5, "xpu": 1.5, "mps": 0.3}
-"""Seconds until a device computes: its context, its libraries, pinned memory."""
-
-DISK_SPEED: Final = 3e9
-LINK: Final = 12e9
-"""Bytes per second: written to the disk; to a device and at the same time from it."""
-
-HOSTED: Final = 60e-12
-"""Seconds of one thread of the host for a byte that a device folds; tests/bench measures it."""
-
-CASTS: Final = 1.6e-9
-USED: Final = 1.3e-9
-COMBINED: Final = 1e-7
-DECOMPOSED: Final = 4e-9
-"""Seconds of one core for one number: its casts; one formula; one change that `--method` combines with others by size;
-a decomposition in fp64, times the smaller side of the matrix."""
-
-CORES: Final = {"plain": 200.0, "decomposed": 10.0}
-"""The number of cores that a GPU replaces: for most formulas, where its memory decides; for decompositions."""
-
-CLEAR: Final = 0.9
-"""The largest share of the CPU's seconds at which a GPU is taken."""
 
 
 class DeviceChoice(NamedTuple):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..merge_methods import MethodParameters
     from .row_blocks import Block
 
+SampleOf: TypeAlias = Callable[[range], "Tensor"]
+"""Function that returns rows [n, k, cols] of a change of n weights."""
+
 
 @dataclass(frozen=True)
 class StackedPatch:
@@ -76,10 +79,6 @@ class StackedPatch:
 
 def _cut(tensor: Tensor, axis: int, first: int, count: int) -> Tensor:
     return tensor.narrow(axis, first, count).contiguous()
-
-
-SampleOf: TypeAlias = Callable[[range], "Tensor"]
-"""Function that returns rows [n, k, cols] of a change of n weights."""
 
 
 class FoldObserver(Protocol):

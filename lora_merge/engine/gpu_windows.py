@@ -31,7 +31,7 @@ from .devices import device_bytes, precise_at
 from .fold import new_weights
 from .row_blocks import block, groups
 from .stages import Buffer, WindowTask
-from .tasks import FoldTask, Merged, OutOfMemory
+from .tasks import FoldResult, FoldTask, OutOfMemory
 from .tensor_moves import (
     TORCH_DTYPES,
     DeviceStream,
@@ -51,6 +51,9 @@ from .windows import Fold, Window
 
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: the memory is pinned for all devices."""
+
+TENSOR_ALIGNMENT: Final = 8
+"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
 
 
 class RegisteredBuffers:
@@ -107,11 +110,7 @@ def _clear_error(device: torch.device) -> None:
         torch.ones(1, device=device)
 
 
-TENSOR_ALIGNMENT: Final = 8
-"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
-
-
-class Joined(NamedTuple):
+class JoinedFold(NamedTuple):
     """Consecutive blocks of one tensor that are folded as one."""
 
     fold: Fold
@@ -155,7 +154,7 @@ class DeviceWindows:
         self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.SUM_BYTES))
         self.registered = RegisteredBuffers(enabled=blocks.lanes.at[0].device.type == "cuda")
 
-    def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[Merged] | Fold]:
+    def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[FoldResult] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
         bytes are not numbers that the device has. `fold_task` returns a block's task, with its tensors on the host."""
         change, ours = task.change, list[Fold]()
@@ -182,10 +181,10 @@ class DeviceWindows:
         alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
         return aligned and alike and (self.blocks.options.draw is None or codecs_on(at.device))
 
-    def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
+    def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[JoinedFold], int]]:
         """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding
         them takes; a block that is larger stays alone."""
-        part, run, used = list[Joined](), list[Fold](), 0
+        part, run, used = list[JoinedFold](), list[Fold](), 0
         rate, target = 0.0, None
         for f in folds:
             if f.block.target is not target:  # its blocks are alike
@@ -204,7 +203,7 @@ class DeviceWindows:
         if run:
             yield [*part, _joined(run)], used
 
-    def _fold(self, part: DeviceBatch) -> Merged:
+    def _fold(self, part: DeviceBatch) -> FoldResult:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
         memory = self.blocks.memory
@@ -215,7 +214,7 @@ class DeviceWindows:
         if isinstance(sums, OutOfMemory):
             memory.note("smaller batches were used")
         elif not isinstance(sums, NotAtOnce):
-            return Merged(measures=sums())
+            return FoldResult(measures=sums())
         return self.blocks.fold_here(part.tasks())
 
     def _at_once(self, part: DeviceBatch, lane: DeviceStream) -> PendingRowSums | NotAtOnce:
@@ -368,14 +367,14 @@ def _follows(a: Fold, b: Fold) -> bool:
     )  # fmt: skip
 
 
-def _joined(run: Sequence[Fold]) -> Joined:
+def _joined(run: Sequence[Fold]) -> JoinedFold:
     """Return consecutive blocks as one, which has a sample of its own and stands for no other."""
     first, last = run[0], run[-1]
     whole = block(first.block.target, first.block.first, last.block.last)
-    return Joined(Fold(whole, first.source, first.at, first.apart), tuple(run))
+    return JoinedFold(Fold(whole, first.source, first.at, first.apart), tuple(run))
 
 
-def _by_block(joined: Joined) -> Iterator[Fold]:
+def _by_block(joined: JoinedFold) -> Iterator[Fold]:
     """Yield the blocks that were joined; their samples stand for these alone."""
     for f in joined.parts:
         run = f.block.run._replace(low=joined.fold.block.first, high=joined.fold.block.last)

@@ -1,9 +1,14 @@
-"""Makes the input tensors of formulas: adapters' tensors, cut to a block's rows and kept while several blocks need
-them, and weights of the base that formulas read."""
+"""Makes the input tensors of formulas.
+
+They are the adapters' tensors, cut to a block's rows and kept while several blocks need them, weights of the base that
+formulas read, and tensors that an adapter's file lacks. PEFT computes these from the base when it loads the adapter.
+Each algorithm has its own function for that (`Algorithm.rebuild`); `from_base` calls it with the base's numbers in
+PEFT's precision, on the CPU, whatever the device of the merge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, TypeAlias, TypeVar
@@ -11,8 +16,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..algorithms import ALGORITHMS, dora
+from ..algorithms import ALGORITHMS, LoadedModule, dora
 from ..dtypes import Memory, Shape, StoredTensor
+from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
@@ -20,21 +26,38 @@ from .block_values import base_values, stored_base
 from .devices import load_decompositions, precise
 from .fold import FOLD_RULES, StackedPatch
 from .gpu_adapters import AdaptersOnDevice
-from .peft_initialisation import Kin, from_base
 from .row_blocks import BLOCK_ELEMENTS, WIDENED_PER_BLOCK, Block, BlockPart, blocks
 from .tasks import BlockTask, FoldTask
-from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
+from .tensor_moves import (
+    HOST,
+    TORCH_DTYPES,
+    DeviceStream,
+    Placement,
+    finite,
+    host,
+    move,
+    numbers,
+    one_number,
+    stage,
+    stage_indices,
+    whole,
+)
 from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 CACHED_WHOLE: Final = WIDENED_PER_BLOCK
 CACHED_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
-
 Task = TypeVar("Task", bound=BlockTask)
 
 Stack: TypeAlias = Callable[[list[Tensor]], Tensor]
 """Function that returns n tensors of equal shape as one [n, …]."""
+
+SharedTensors: TypeAlias = MutableMapping[tuple[WeightView, ...], Mapping[str, Tensor]]
+"""The weights of all layers of one kind → the tensors that these layers share, computed from the weights."""
+
+AS_LOADED: Final = Placement(torch.device("cpu"), torch.float32)
+WIDE: Final = Placement(torch.device("cpu"), torch.float64)
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class PatchTensors:
     fetch: Fetch
     weights: Mapping[str, Weight]
     cache: DeviceCache = field(default_factory=DeviceCache)
-    basis_weights: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
+    shared: SharedTensors = field(default_factory=dict)
     adapters_on_device: AdaptersOnDevice | None = None  # tensors that are on the device already
 
     def whole(self, key: str) -> Tensor:
@@ -102,7 +125,7 @@ class PatchTensors:
             fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
         # Tensors that the file lacks: from shapes and settings, or computed from the base as PEFT does.
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
-        computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
+        computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.shared)} for s in slices]
         for slot in computed[0]:
             fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in computed], to)
         tensors = row.prepared(row.tensors(**fields))
@@ -220,3 +243,32 @@ class PatchTensors:
                 block_values = rows.unsqueeze(0).clone()  # as where the block is merged
                 rows.copy_(FOLD_RULES[target.combination.method.name](block_values, self.stacks([block], at, lane))[0])
         return changed.reshape(values.shape)
+
+
+def from_base(
+    patch: Patch, base: Mapping[str, Weight], fetch: Callable[[StoredTensor], Tensor], shared: SharedTensors
+) -> Mapping[str, Tensor]:
+    """Return the slots that the patch's file lacks as unstacked CPU tensors, computed from the unmerged base, as PEFT
+    does for several adapters too. Tensors that several layers share are computed once and put into `shared`."""
+
+    def read(slot: str) -> Tensor:
+        view = patch.view if not slot else patch.beside.get(slot)
+        if view is None:
+            return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
+        wide = any(base[piece.key].stored.dtype == "F64" for piece in view.row_slices)
+        at = WIDE if wide else AS_LOADED
+        return gathered(view, lambda piece: weight_values(base[piece.key], fetch).reshape(-1, piece.cols), at)
+
+    layers = basis_weights(patch)
+    if layers and layers in shared:
+        return shared[layers]
+    loaded = LoadedModule(read, cast, patch.shapes, patch.view.shape, dict(patch.settings))
+    tensors = ALGORITHMS[patch.algorithm].rebuilt(loaded)
+    if layers:
+        shared[layers] = tensors
+    return tensors
+
+
+def cast(values: Tensor, dtype: str) -> Tensor:
+    """Return the numbers as this dtype of files holds them, in fp64 for F64 and else in fp32."""
+    return host(host(values, TORCH_DTYPES[dtype]), torch.float64 if dtype == "F64" else torch.float32)

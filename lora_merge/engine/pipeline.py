@@ -26,14 +26,13 @@ from ..disk.remote import has_remote
 from ..disk.uploads import upload_of
 from ..disk.volumes import CLONES, SPARSE_SYSTEMS, file_system
 from ..disk.writer import Writer, amend
-from ..planning.header_entries import final_headers
-from ..planning.output_checksums import Checksums, summed
+from ..planning.header_entries import Checksums, final_headers, summed
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import STEP_SECONDS, Progress, Step
 from ..text import Note
 from .stages import Pool, WindowBuffers, WindowTask, drive
-from .tasks import Merged
+from .tasks import FoldResult
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class Pipeline:
         that of the busiest stage."""
         self.shares = file_system(parts[0]) in CLONES and not any(map(has_remote, self.reader.paths))
         """Whether the output may share blocks with the base; False once the system has refused."""
-        self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
+        self.readers: list[Future[FoldResult]] = []  # blocks under way that read the base bytes of the current window
         self.uploads = [upload_of(part) for part in parts]
         self.steady = [
             upload is not None and not any(summed([f.targets for f in plan.files]))

@@ -23,7 +23,7 @@ from .block_folder import BlockFolder
 from .block_values import base_view, stored_base
 from .requantisation import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
-from .tasks import EncodeTask, FoldTask, LargestNumber, LargestTask, Merged, MergedBlock, results
+from .tasks import EncodeTask, FoldResult, FoldTask, LargestNumber, LargestTask, MergedBlock, results
 from .tensors import Fetch, decoded, packed, stored_numbers
 from .windows import Convert, WindowChange
 
@@ -52,7 +52,7 @@ class NewCodes:
         self._free = min(plan.job.max_memory for plan in plans) // BLOCK_SHARE if on_host else 0
         """Bytes that further merged blocks may take."""
 
-    def scales(self, plan: int, change: WindowChange, base: memoryview) -> Iterator[Future[Merged]]:
+    def scales(self, plan: int, change: WindowChange, base: memoryview) -> Iterator[Future[FoldResult]]:
         """Find the scales of the whole weights of a window, where they are not known yet; yield their bytes.
 
         `base`: the window's input, which is not read again.
@@ -72,8 +72,8 @@ class NewCodes:
             joined = self._partners[plan].get(target.name, (target,))
             magnitude = max(magnitudes.get(t.name, 0.0) for t in joined)
             self._refitted[plan][target.name] = new = refitted(target, magnitude, self.read)
-            done: Future[Merged] = Future()
-            done.set_result(Merged(parts=tuple(new_parts(new))))
+            done: Future[FoldResult] = Future()
+            done.set_result(FoldResult(parts=tuple(new_parts(new))))
             yield done
 
     def _unknown(self, plan: int, names: Iterable[str]) -> list[OutputTensor]:
@@ -100,7 +100,9 @@ class NewCodes:
         """Return the bytes of the merged numbers of a block."""
         return block.elements * self.folder.lanes.at[0].dtype.itemsize
 
-    def begin(self, plan: int, c: Convert, base: memoryview, out: memoryview, fetch: Fetch) -> Iterator[Future[Merged]]:
+    def begin(
+        self, plan: int, c: Convert, base: memoryview, out: memoryview, fetch: Fetch
+    ) -> Iterator[Future[FoldResult]]:
         """Start to store numbers that no adapter changes."""
         target = self._refitted[plan].get(c.target.name, c.target)
         weight, before, after = c.target.weight, c.target.weight.packing.encoding, c.target.packing.encoding
@@ -148,16 +150,16 @@ def _parts(total: int, group: int) -> Iterator[tuple[int, int]]:
         yield first, min(step, total - first)
 
 
-def _store(target: OutputTensor, span: tuple[int, int], stored: Tensor, into: Tensor, fetch: Fetch) -> Merged:
+def _store(target: OutputTensor, span: tuple[int, int], stored: Tensor, into: Tensor, fetch: Fetch) -> FoldResult:
     """Store (first, count) numbers, which are stored in another way so far."""
     encoded = recode(target, span[0], decoded(stored, target.weight, *span, fetch), Codes(into, None), fetch)
     if isinstance(encoded, Uncovered):
-        return Merged(uncovered={target.name: encoded.largest})
+        return FoldResult(uncovered={target.name: encoded.largest})
     into.copy_(encoded.codes)
-    return Merged(parts=encoded.others)
+    return FoldResult(parts=encoded.others)
 
 
-def refolded(target: OutputTensor, folder: BlockFolder) -> Iterator[tuple[Block, Tensor, Merged]]:
+def refolded(target: OutputTensor, folder: BlockFolder) -> Iterator[tuple[Block, Tensor, FoldResult]]:
     """Yield every block of a refitted target, folded once more, with its codes, as bytes, and its other parts."""
     for block in blocks(target):
         codes = torch.empty(target.packing.encoding.nbytes(block.elements), dtype=torch.uint8)

@@ -20,6 +20,15 @@ BLOCK_NUMBERS: Final = 2**18
 CACHED: Final = 2**21
 """Numbers up to which a matrix is kept in memory once it is computed, because it is read several times."""
 
+BITS_AT_ONCE: Final = 16
+"""Bits that are counted each time that all numbers are read."""
+
+SORTED_NUMBERS: Final = 2**21
+"""Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
+
+INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
+"""Dtype → the integers of its width, and their bits without the sign: bits of magnitudes are in the order of these."""
+
 
 @dataclass(frozen=True)
 class RowMatrix:
@@ -85,16 +94,6 @@ class RowMatrix:
         cuts = [0, *(order.diff() != 1).nonzero().flatten().add_(1).tolist(), len(order)]
         runs = [order[low:high].tolist() for low, high in pairwise(cuts) if low < high]
         return torch.cat([self.read(slice(run[0], run[-1] + 1)) for run in runs]) if runs else self.read(slice(0, 0))
-
-
-BITS_AT_ONCE: Final = 16
-"""Bits that are counted each time that all numbers are read."""
-
-SORTED_NUMBERS: Final = 2**21
-"""Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
-
-INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
-"""Dtype → the integers of its width, and their bits without the sign: bits of magnitudes are in the order of these."""
 
 
 class Largest(NamedTuple):

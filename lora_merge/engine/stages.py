@@ -12,7 +12,7 @@ from threading import Condition
 from typing import Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
-from .tasks import Merged
+from .tasks import FoldResult
 from .windows import Window, WindowChange
 
 Slot = TypeVar("Slot")
@@ -57,7 +57,7 @@ class WindowTask:
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
-    under_way: list[Future[Merged]] = field(default_factory=list, compare=False)  # blocks that are being merged
+    under_way: list[Future[FoldResult]] = field(default_factory=list, compare=False)  # blocks that are being merged
     reported: list[int] = field(default_factory=list, compare=False)  # bytes reported before it was written
     saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 

@@ -70,7 +70,7 @@ class EncodeTask(FoldTask):
 
 
 @dataclass(frozen=True)
-class Merged:
+class FoldResult:
     """What comes of fold tasks besides the bytes that they write; the sum of several."""
 
     cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
@@ -81,8 +81,8 @@ class Merged:
     samples: tuple[RowSample | RunSample, ...] = ()  # whose sums, and so the measures, are not made yet
     norms: Norms = field(default_factory=dict)
 
-    def __add__(self, other: Merged) -> Merged:
-        return Merged(
+    def __add__(self, other: FoldResult) -> FoldResult:
+        return FoldResult(
             self.cut + other.cut, largest_of_each(self.uncovered, other.uncovered), self.parts + other.parts,
             self.measures + other.measures, self.samples + other.samples, {**self.norms, **other.norms},
         )  # fmt: skip
@@ -114,6 +114,6 @@ def results(under_way: Sequence[Future[Result]]) -> list[Result]:
     return [future.result() for future in under_way]
 
 
-def settled(under_way: Sequence[Future[Merged]]) -> Merged:
+def settled(under_way: Sequence[Future[FoldResult]]) -> FoldResult:
     """Wait for all futures, and return the sum of their results."""
-    return sum(results(under_way), Merged())
+    return sum(results(under_way), FoldResult())

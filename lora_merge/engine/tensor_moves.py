@@ -25,36 +25,6 @@ from ..files.encodings.arithmetic import unpacked
 
 EIGHT: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-
-@cache
-def rounds_to_eight_bits(device: torch.device) -> bool:
-    """Return whether a CUDA device casts fp32 and bf16 to 8-bit floats as the host does; True for other devices.
-
-    In torch for CUDA 13.2 and later some of these casts gave NaN or other numbers (pytorch#177769, pytorch#177870).
-    """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu")
-    every = (upper << 16).view(torch.float32)  # every number of bf16
-    try:
-        for dtype in EIGHT:
-            numbers = every[every.abs() <= torch.finfo(dtype).max]
-            for source in (torch.float32, torch.bfloat16):
-                cast = _cast(numbers, source)
-                on_device = torch.empty_like(cast, device=device).copy_(cast)
-                codes = _cast(on_device, dtype).view(torch.uint8)
-                on_host = torch.empty(codes.shape, dtype=codes.dtype, device="cpu").copy_(codes)
-                if not torch.equal(on_host, _cast(cast, dtype).view(torch.uint8)):
-                    return False
-    except RuntimeError:  # such as no memory: the host casts then
-        return False
-    return True
-
-
-def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(numbers, dtype=dtype).copy_(numbers)
-
-
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, row.library)
     for name, row in DTYPE_ROWS.items()
@@ -86,6 +56,35 @@ FULL_DEVICES: Final = {"cpu", "cuda"}
 COMMON_DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16}
 """Kinds of devices that have all dtypes and operations, and the dtypes that all others have: Metal has no fp64, no fp8
 and not all decompositions, XPUs differ. The host casts the other dtypes."""
+
+
+@cache
+def rounds_to_eight_bits(device: torch.device) -> bool:
+    """Return whether a CUDA device casts fp32 and bf16 to 8-bit floats as the host does; True for other devices.
+
+    In torch for CUDA 13.2 and later some of these casts gave NaN or other numbers (pytorch#177769, pytorch#177870).
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu")
+    every = (upper << 16).view(torch.float32)  # every number of bf16
+    try:
+        for dtype in EIGHT:
+            numbers = every[every.abs() <= torch.finfo(dtype).max]
+            for source in (torch.float32, torch.bfloat16):
+                cast = _cast(numbers, source)
+                on_device = torch.empty_like(cast, device=device).copy_(cast)
+                codes = _cast(on_device, dtype).view(torch.uint8)
+                on_host = torch.empty(codes.shape, dtype=codes.dtype, device="cpu").copy_(codes)
+                if not torch.equal(on_host, _cast(cast, dtype).view(torch.uint8)):
+                    return False
+    except RuntimeError:  # such as no memory: the host casts then
+        return False
+    return True
+
+
+def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(numbers, dtype=dtype).copy_(numbers)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ _SUMS: Final = (
 )
 """Settings with which CUDA rounds the partial sums of products in 16 bits; they matter for products in 16 bits."""
 
+_switch = Lock()
+_exact_users: list[Callable[[], None]] = []  # the function that restores the settings, then an entry for each user
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
@@ -97,7 +100,3 @@ def _make_exact() -> Callable[[], None]:
 
 def _nothing() -> None:
     """Restore nothing: no setting was changed."""
-
-
-_switch = Lock()
-_exact_users: list[Callable[[], None]] = []  # the function that restores the settings, then an entry for each user

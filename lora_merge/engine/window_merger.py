@@ -26,7 +26,7 @@ from .patch_tensors import PatchTensors
 from .quantised_output import NewCodes, refolded
 from .requantisation import new_parts, refitted
 from .stages import WindowTask
-from .tasks import FoldTask, Merged, largest_of_each, settled
+from .tasks import FoldResult, FoldTask, largest_of_each, settled
 from .tensor_moves import convert, settle
 from .tensors import CACHE_SHARE, CACHED_NUMBERS, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Fold, Window, WindowChange, pinned_bytes
@@ -46,7 +46,7 @@ class PlanResults:
     """Weight → its largest number, if the scale of the whole weight does not cover it."""
     notes: list[Note] = field(default_factory=list)
 
-    def add(self, merged: Merged) -> None:
+    def add(self, merged: FoldResult) -> None:
         """Add what comes of tasks."""
         self.spool.put(merged.parts)
         self.measures.take(merged.measures)

@@ -31,6 +31,9 @@ DEVICE_SLOTS: Final = 7  # three are folded by the lanes of one GPU, and one wai
 PINNED: Final = 96 * 2**20  # bytes through which a GPU gets what it cannot read itself
 STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
 
+SMALLEST_SIZE: Final = 1000
+"""Bytes of the smallest size that was typed with a unit."""
+
 
 @dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time
 class CopiedBytes:
@@ -186,10 +189,6 @@ class Window:
         _append(self.apart, WindowRead(info.source, info.offset + skip, nbytes, at))
         self.input_size = at + nbytes
         return at
-
-
-SMALLEST_SIZE: Final = 1000
-"""Bytes of the smallest size that was typed with a unit."""
 
 
 def window_room(job: Job, workers: int = 1) -> int:

@@ -34,7 +34,7 @@ from .folder_layouts import (
 )
 from .formats import beside, recognised
 from .formats.quantization_config import SIDES, of_cache, smoothed, with_side_file
-from .formats.unread import Quantised, quantised, together
+from .formats.unread import UnreadParts, together, unread_parts
 from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
@@ -82,11 +82,11 @@ class Index:
     """The model in GGUF files; None for other containers."""
 
     @cached_property
-    def quantised(self) -> Quantised:
+    def unread(self) -> UnreadParts:
         """Return the quantised parts of this checkpoint that no format reads."""
         if self.components:
-            return together({name: part.quantised for name, part in self.components.items()})
-        return quantised(self.tensors, self.metadata, self.config, self.packed)
+            return together({name: part.unread for name, part in self.components.items()})
+        return unread_parts(self.tensors, self.metadata, self.config, self.packed)
 
     @cached_property
     def beside(self) -> frozenset[str]:

@@ -94,19 +94,6 @@ FOREIGN_KEYS: Final = tuple(
 """Key pattern → what the file is: networks and embeddings that people take for adapters, the surest patterns first.
 Used only for files without adapter tensors."""
 
-
-def foreign(keys: Iterable[str]) -> str:
-    """Return what a file without adapter tensors is; "" if its keys do not show it."""
-    keys = [*keys]
-    of_tokens = TEXTUAL_INVERSION if keys and not any("." in key for key in keys) else ""  # or names of encoders
-    return _by_keys(FOREIGN_KEYS, keys) or of_tokens
-
-
-def _by_keys(signs: Sequence[tuple[re.Pattern[str], str]], keys: Sequence[str]) -> str:
-    """Return what the first pattern that any key matches says; "" if none does."""
-    return next((what for pattern, what in signs for key in keys if pattern.match(key)), "")
-
-
 COMPONENTS: Final = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
@@ -120,6 +107,26 @@ COMPONENTS: Final = tuple(
 )  # fmt: skip
 """Key pattern → the component of a pipeline that a file of no known architecture is."""
 
+TEXT_WIDTHS: Final = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 2048: "Stable Diffusion XL"}
+"""Width of the text states that a U-Net's cross-attention reads → the model."""
+
+READS_TEXT: Final = re.compile(r"\.attn2\.to_k\.weight$|\.to_k_ip\.weight$")
+
+TEXT_BYTES: Final = bytes(range(32, 127)) + b"\t\r\n"
+"""Bytes of plain text."""
+
+
+def foreign(keys: Iterable[str]) -> str:
+    """Return what a file without adapter tensors is; "" if its keys do not show it."""
+    keys = [*keys]
+    of_tokens = TEXTUAL_INVERSION if keys and not any("." in key for key in keys) else ""  # or names of encoders
+    return _by_keys(FOREIGN_KEYS, keys) or of_tokens
+
+
+def _by_keys(signs: Sequence[tuple[re.Pattern[str], str]], keys: Sequence[str]) -> str:
+    """Return what the first pattern that any key matches says; "" if none does."""
+    return next((what for pattern, what in signs for key in keys if pattern.match(key)), "")
+
 
 def component(shapes: Mapping[str, Shape]) -> str:
     """Return the component of a pipeline that a file is by its keys; "" if they do not show it, or if most of its
@@ -130,12 +137,6 @@ def component(shapes: Mapping[str, Shape]) -> str:
     levels = {key.partition(".")[0] for key in shapes if _by_keys(COMPONENTS, [key.lower()])}
     most = 2 * sum(numbers[level] for level in levels) >= numbers.total()
     return _by_keys(COMPONENTS, [key.lower() for key in shapes]) if most else ""
-
-
-TEXT_WIDTHS: Final = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 2048: "Stable Diffusion XL"}
-"""Width of the text states that a U-Net's cross-attention reads → the model."""
-
-READS_TEXT: Final = re.compile(r"\.attn2\.to_k\.weight$|\.to_k_ip\.weight$")
 
 
 def network_for(shapes: Mapping[str, Shape]) -> str:
@@ -182,10 +183,6 @@ def _nested(value: object, name: str, depth: int, visited: set[int]) -> Iterator
         if isinstance(key, str | int):
             yield f"{name}{str(key)[:LONGEST_FOREIGN_NAME]}"
             yield from _nested(inner, f"{name}{str(key)[:LONGEST_FOREIGN_NAME]}.", depth - 1, visited)
-
-
-TEXT_BYTES: Final = bytes(range(32, 127)) + b"\t\r\n"
-"""Bytes of plain text."""
 
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:

@@ -54,6 +54,9 @@ _OTHER: Final = re.compile(
     rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(FORMAT_SUFFIXES)})(?P<index>\.index\.json)?"
 )
 
+PEFT_PREFIX: Final = "base_model.model."
+"""Prefix that PEFT puts before the names of a model's modules."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -199,7 +202,3 @@ def entries(folder: Path) -> list[Path]:
         return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
     except OSError as e:
         raise unreadable(folder, e) from e
-
-
-PEFT_PREFIX: Final = "base_model.model."
-"""Prefix that PEFT puts before the names of a model's modules."""

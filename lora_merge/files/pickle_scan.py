@@ -54,6 +54,10 @@ NAMED_GLOBALS: Final = CALLED | {"torch.Tensor", "torch.storage.TypedStorage", "
 
 Data: TypeAlias = bytes | mmap
 
+LOOKED: Final = 1 << 20  # bytes of a pickle that are looked through for names
+HARMLESS: Final = ("torch", "collections", "numpy", "_codecs")
+"""Modules whose functions make the values of state dicts."""
+
 
 class NotRun(pickle.UnpicklingError):
     """The pickle holds something that no state dict needs; the message names it."""
@@ -130,11 +134,6 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
                 raise NotRun(f"GLOBAL {name}")
             raise NotRun(f"byte {state.at} of its pickle is an operation that torch.save does not write")
         operation(state)
-
-
-LOOKED: Final = 1 << 20  # bytes of a pickle that are looked through for names
-HARMLESS: Final = ("torch", "collections", "numpy", "_codecs")
-"""Modules whose functions make the values of state dicts."""
 
 
 def foreign_call(data: Data, start: int) -> str:

@@ -30,6 +30,15 @@ _OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
 _NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _TABLES: Final = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
+FIRST_FILE: Final = "a first one: `lora-merge batch --init OTHER.yaml`"
+"""The fix for a jobs file without jobs."""
+
+_INDENT: Final = re.compile(r"\s*(?:- +)*")
+"""What is before the first field of a line, the dashes of lists included."""
+
+_GLUED: Final = re.compile(r"\s*(?:- +)*([A-Za-z_]{2,}):([^\s/].*)")
+"""A field whose value follows the colon without a space."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -92,16 +101,6 @@ def _advice(text: str, mark: Any, problem: str) -> str:
     if columns[0] != columns[1] and ":" in before and ":" in line and not line.lstrip().startswith("-"):
         return f"indent this line by {columns[0]} spaces, as the field above it"
     return "check indentation, colons and quotes there"
-
-
-FIRST_FILE: Final = "a first one: `lora-merge batch --init OTHER.yaml`"
-"""The fix for a jobs file without jobs."""
-
-_INDENT: Final = re.compile(r"\s*(?:- +)*")
-"""What is before the first field of a line, the dashes of lists included."""
-
-_GLUED: Final = re.compile(r"\s*(?:- +)*([A-Za-z_]{2,}):([^\s/].*)")
-"""A field whose value follows the colon without a space."""
 
 
 def parse(text: str, name: str) -> Document:

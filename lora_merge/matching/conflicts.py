@@ -37,6 +37,12 @@ Other embeddings do not count: for `x_embedder`, `pos_embed.proj` and `shared_ex
 
 TWICE: Final = Note("the adapter contains it a second time under another name, equal byte for byte; it is applied once")
 
+READS_CHANGED_WEIGHTS: Final = (
+    "{modules}: the change depends on weights that {earlier} also changes. Both changes are computed from the base and "
+    "added; use --method compose to apply them in sequence"
+)
+"""The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
+
 
 class _Name(NamedTuple):
     """The name of a module, read once: thousands of modules may be compared with each other."""
@@ -124,13 +130,6 @@ class DuplicateCheck:
         return slots.keys() == others.keys() and all(self._values.same(slots[s], others[s]) for s in slots)
 
 
-READS_CHANGED_WEIGHTS: Final = (
-    "{modules}: the change depends on weights that {earlier} also changes. Both changes are computed from the base and "
-    "added; use --method compose to apply them in sequence"
-)
-"""The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
-
-
 def with_overlap_notes(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     """Return the matches, each with a note on its modules that read rows which earlier adapters change.
 
@@ -140,14 +139,14 @@ def with_overlap_notes(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     """
     if job.method != SUM or len(matched) < 2:
         return tuple(matched)
-    changed = [_Changed(match) for match in matched]
+    changed = [_ChangedRows(match) for match in matched]
     return tuple(
         replace(match, notes=(*match.notes, *_overlap_notes(job, match, changed[:n])))
         for n, match in enumerate(matched)
     )
 
 
-def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
+def _overlap_notes(job: Job, match: Match, changed: Sequence[_ChangedRows]) -> Iterator[Note]:
     """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
     modules_by_earlier: dict[tuple[int, ...], list[str]] = {}
     for patch, key in _reading(match) if changed else ():
@@ -173,7 +172,7 @@ def _reading(match: Match) -> Iterator[tuple[Patch, str]]:
                 yield use.patch, key
 
 
-class _Changed:
+class _ChangedRows:
     """The rows that one adapter changes, as sorted ranges of every tensor."""
 
     def __init__(self, match: Match) -> None:

@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..adapters.modules import weight_shapes
 from ..adapters.peft.rules import PeftRules
-from ..adapters.stated_model import stated_model
+from ..adapters.training_metadata import stated_model
 from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.checkpoint import Index
@@ -74,6 +74,14 @@ PART_TITLES: Final = {
 MisfitKind: TypeAlias = Literal["model", "architecture", "variant", "network", "size", "layer", "name"]
 """What is wrong: the adapter is for another model by its metadata or names, or by the shapes of its layers; for another
 variant; for a network, a block or a layer that the base lacks; or its names differ from the base's."""
+
+COMPONENT: Final = re.compile("encoder|VAE")
+"""Words of the title of a component, which has no name of its own."""
+
+WITHOUT: Final = "or, to merge without it, leave it out or give it strength 0"
+LISTED_PATTERNS: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
+STRANGE: Final = "unknown tensor"
+ZERO_OF_INTEGERS: Final = "a change of 0 to a tensor of whole numbers"
 
 
 class Misfit(NamedTuple):
@@ -265,10 +273,6 @@ def kind_of_model(model: str) -> str:
     return with_article(model) if model[0].islower() or COMPONENT.search(model) else model
 
 
-COMPONENT: Final = re.compile("encoder|VAE")
-"""Words of the title of a component, which has no name of its own."""
-
-
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> Misfit | None:
     """Return the misfit of a base with fewer blocks than the adapter changes; else None."""
     highest = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
@@ -363,12 +367,6 @@ def advice_for_groups(down: Shape, weight: Shape) -> str:
         return ""
     groups, rest = divmod(down[1], weight[1])
     return "" if rest or groups < 2 or weight[0] % groups else GROUPED.format(groups=groups)
-
-
-WITHOUT: Final = "or, to merge without it, leave it out or give it strength 0"
-LISTED_PATTERNS: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
-STRANGE: Final = "unknown tensor"
-ZERO_OF_INTEGERS: Final = "a change of 0 to a tensor of whole numbers"
 
 
 def raise_problems(

@@ -111,6 +111,8 @@ OF_ROW: Final = "experts"
 STATED_BY: Final = ("--setting", "adapter_config")
 """A reason with one of these texts names the place from which the missing fact can come."""
 
+KEEP_ONE: Final = "remove the one that the adapter was not trained with, or export it again"
+
 
 @dataclass(frozen=True)
 class AdapterContext:
@@ -601,9 +603,6 @@ FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (
     ("scale", Candidate.read_numbers),
 )
 """The filters of one formula on one view of the weight, in order; each may use what the filters before it decided."""
-
-
-KEEP_ONE: Final = "remove the one that the adapter was not trained with, or export it again"
 
 
 def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:

@@ -34,6 +34,9 @@ from .patch import Patch
 EXPERT_NUMBER: Final = re.compile(r"experts\.\d+\.")
 SAVE_INDICES: Final = "save it again with save_indices=True, or " + CONVERT
 
+MOST_RELATIVES: Final = 256
+"""The most layers that share a basis: those of one kind, one in each block. Each of them is computed from all."""
+
 
 def unstored(
     rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
@@ -117,10 +120,6 @@ def _before_number(path: str) -> str:
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0]]) or "." if numbers else ""
-
-
-MOST_RELATIVES: Final = 256
-"""The most layers that share a basis: those of one kind, one in each block. Each of them is computed from all."""
 
 
 def related(

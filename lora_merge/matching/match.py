@@ -34,20 +34,18 @@ from ..report import LEFT_OUT
 from ..row_ranges import RowNumbers
 from ..text import Note, listed, several
 from .conflicts import TWICE, DuplicateCheck
-from .factor_pairs import pairs
 from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
 from .formula import ALPHA_SETTING, AdapterContext, choose
 from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
-from .row_parts import chosen_rows
-from .split_qkv import as_trained
+from .split_layers import as_trained
 from .stored_base import stored_base
 from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
-from .values import as_rows, is_copy, is_fixed, is_zero, with_values
-from .weight_finder import WeightFinder
-from .weight_sizes import grown, sizes
+from .unknown_names import factor_pairs
+from .values import as_rows, chosen_rows, is_copy, is_fixed, is_zero, sizes, with_values
+from .weight_finder import WeightFinder, grown
 
 TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
 TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
@@ -105,7 +103,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     lone = names.lone_expert([m.name for m in modules])
     finder = WeightFinder(strengths, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
-    unnamed, strange = pairs(names, strange, adapter.path)
+    unnamed, strange = factor_pairs(names, strange, adapter.path)
     modules += unnamed
     # Facts of one module that depend on the other modules.
     widest = finder.widest(modules)

@@ -1,10 +1,15 @@
-"""Parameters that an adapter stores as whole values, which replace the base's. No torch."""
+"""Parameters that an adapter stores as whole values, which replace the base's: whole tensors or rows of trained tokens.
+
+A value, with its bias, may have more or fewer rows than the base's, as embeddings and heads do. No torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
+from typing import Final
 
 from ..adapters.modules import Module
 from ..adapters.peft.rules import PeftRules
@@ -13,8 +18,15 @@ from ..adapters.tensor_values import Values, is_all_zeros
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
 from ..dtypes import WHOLE_DTYPES, StoredTensor, flat
-from ..models.weights import WeightView, whole
+from ..errors import InputError, MergeError, ShapeMismatch
+from ..models.weights import RowSlice, WeightView, whole
+from ..row_ranges import RowNumbers
+from ..text import Note
 from .patch import REPLACED_AGAIN, Match, Patch, PatchPart
+
+MOST_RUNS: Final = 10_000  # of rows that one adapter replaces; each takes some 0.3 ms, and the list is in a small file
+
+SAVE_WHOLE: Final = "save the embeddings whole (modules_to_save), or merge the adapter in PEFT"
 
 
 def with_values(
@@ -121,3 +133,42 @@ def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     view = whole(key, info.shape)
     module = Module.of_value(*split_parameter(key), info)
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.row_slices[0], 0, 1.0)
+
+
+def sizes(
+    replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
+) -> tuple[list[MergeError], list[Note]]:
+    """Return the errors and the notes on replaced parameters. A value, with its bias, may have more or fewer rows, as
+    embeddings and heads do."""
+    unfit: list[MergeError] = []
+    notes = []
+    for key, info in replaced.items():
+        old, weight = base[key].shape, replaced.get(key.removesuffix("bias") + "weight")
+        if info.shape == old:
+            continue
+        if len(old) == 1 and (weight is None or weight.shape[0] != info.shape[0]):
+            where = f"{path}: {info.name} is {list(info.shape)}, the base has {list(old)}"
+            fix = "merge into the checkpoint that the adapter was trained on"
+            unfit.append(ShapeMismatch("adapter tensors do not fit the base", where, fix))
+        else:
+            notes.append(Note(f"{key}: {old[0]} rows become {info.shape[0]}"))
+    return unfit, notes
+
+
+def chosen_rows(info: StoredTensor, table: WeightView, rows: RowNumbers, runs: int) -> WeightView:
+    """Return the rows of an embedding that a tensor replaces, one piece for each run of them.
+
+    `runs`: those of all such tensors so far. ShapeMismatch if the base has fewer rows; InputError for too many runs.
+    """
+    where, whole_table = f"{info.file}: {info.name}", table.row_slices[0]
+    if runs > MOST_RUNS:
+        raise InputError(f"the adapter replaces more than {MOST_RUNS} separate runs of rows", where, SAVE_WHOLE)
+    if rows.last >= table.shape[0] or len(table.row_slices) > 1 or whole_table.transposed:
+        raise ShapeMismatch(
+            "the adapter trains tokens that the base does not have",
+            f"{where}: row {rows.last} of {table.shape[0]}",
+            "resize the base's embeddings to the vocabulary of the training first",
+        )
+    key, start, cols = whole_table.key, whole_table.start, whole_table.cols
+    pieces = tuple(RowSlice(key, start + first, start + first + count, cols) for first, count in rows.runs)
+    return WeightView(pieces, (len(rows), cols))

@@ -4,27 +4,35 @@
 weight wins:
 
 1. the names that the configuration allows for the module, as the base's names spell them (`Names.find`);
-2. these names with the change that all modules without a place have in common (common_change.py);
+2. these names with the change that all modules without a place have in common (unknown_names.py);
 3. for a head or embeddings that the base does not store, a new tensor or the other end (tied_embeddings.py).
 
 A weight has the size of the adapter's own copy of it, if there is one (stored_base.py), and of a split module only the
-rows of the part (row_parts.py).
+rows of the part (split_layers.py).
+
+`grown` returns a weight at a larger size: the base in its first rows and columns, zeros elsewhere. The size is in the
+file (`reshape_weight`; ComfyUI comfy/weight_adapter/base.py), or the file is a control LoRA for Flux.1, by Black Forest
+Labs (ComfyUI comfy/lora_convert.py) or diffusers (examples/flux-control), whose first layer has twice the channels.
+Any other adapter that does not fit is refused, because a wider one is mostly for another model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from math import prod
 from typing import Final
 
-from ..adapters.modules import WRAPPED_LINEAR, Module
+from ..adapters.modules import WRAPPED_LINEAR, AdapterFile, Module
 from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
-from ..algorithms import ALGORITHMS
+from ..adapters.tensor_values import Values
+from ..algorithms import ALGORITHMS, COUNT
 from ..algorithms.base import LAYER_SLOT
-from ..dtypes import StoredTensor, flat
-from ..errors import AmbiguousName, MergeError, ShapeMismatch
+from ..dtypes import Shape, StoredTensor, flat
+from ..errors import AmbiguousName, FitError, InputError, MergeError, ShapeMismatch
 from ..job import ORDERS, ROW_ORDER
 from ..models.names import WAN_EXPERTS
 from ..models.part_factors import Strengths
@@ -32,15 +40,23 @@ from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
 from ..row_ranges import RowNumbers
 from ..text import NUMBER
-from .common_change import CommonChange, common_change
 from .formula import AdapterContext
 from .orientation import ModulePlace, is_square
-from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
+from .split_layers import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
 from .tied_embeddings import EMBEDDING_NAMES, AdapterPair
+from .unknown_names import CommonChange, common_change
 
 NAMED_ORDER: Final = ".default"
 """The end of a module's name under which its rows may have another order than without it (adapters/suffixes.py)."""
+
+CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
+"""Tensors that only control LoRAs of Black Forest Labs have together."""
+
+WEIGHT_AXES: Final = 8  # of a weight
+
+FLUX_FIRST_LAYER: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
+"""Flux.1's first layer, by the names of both layouts."""
 
 
 class WeightFinder:
@@ -214,3 +230,41 @@ class WeightFinder:
         if parameter != "weight" or not self.pair.is_end(name):
             return None
         return self.pair.new_weight if self.pair.separates(name) else self.embeddings()
+
+
+def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
+    """Return the weight at the adapter's size; `view` itself where the size stays.
+
+    `model` is the base's architecture. FitError if the weight would shrink, or is only a part of a tensor of the base.
+    """
+    shape = _adapters_size(module, view, adapter, values, model)
+    if shape == view.shape:
+        return view
+    piece, where = (
+        view.row_slices[0],
+        f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}",
+    )
+    if len(shape) != len(view.shape):
+        raise FitError(
+            "the adapter gives a weight another number of axes", where, "merge into the model it was trained on"
+        )
+    if any(a < b for a, b in zip(shape, view.shape, strict=True)):
+        raise FitError("the adapter makes a weight smaller", where, "merge into the model it was trained on")
+    if len(view.row_slices) > 1 or piece.transposed or piece.size != prod(view.shape):
+        raise FitError("the adapter makes a part of a fused tensor larger", where, "merge into an unfused checkpoint")
+    return whole(piece.key, shape)
+
+
+def _adapters_size(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
+    if "reshape" in module.shared:
+        info = module.shared["reshape"]
+        sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= WEIGHT_AXES else [None]
+        if None in sizes:
+            raise InputError("reshape_weight is not a list of sizes", f"{info.file}: {info.name}", "export it again")
+        return tuple(size for size in sizes if size is not None)
+    first = module.parameter == "weight" and FLUX_FIRST_LAYER.fullmatch(module.name)
+    if not first or not {"up", "down"} <= set(module.slots):
+        return view.shape
+    wide = module.slots["up"].shape[0], module.slots["down"].shape[-1]
+    doubled = model == "Flux.1" and len(view.shape) == 2 and wide == (view.shape[0], 2 * view.shape[1])
+    return wide if doubled or all(key in adapter.index.tensors for key in CONTROL) else view.shape

@@ -36,7 +36,7 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.quantised_output import refolded
 from ..engine.requantisation import new_parts, refitted
 from ..engine.row_blocks import Block, blocks, portions
-from ..engine.tasks import FoldTask, Merged
+from ..engine.tasks import FoldResult, FoldTask
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
 from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_numbers
 from ..engine.torch_state import undisturbed
@@ -48,7 +48,7 @@ from ..models.blocks import groups
 from ..models.names import names
 from ..option_texts import in_python
 from ..options import a_list
-from ..planning.changes import Matched, check_stored, match
+from ..planning.changes import Matches, check_stored, match
 from ..planning.downloads import downloaded_paths
 from ..planning.inputs import Inputs
 from ..planning.make_plan import outputs
@@ -83,7 +83,7 @@ class MergeFacts(NamedTuple):
 class MemoryMerge:
     """A matched merge of tensors in memory."""
 
-    matched: Matched
+    matched: Matches
     at: tuple[Placement, ...]
     base_tensors: Mapping[str, Tensor]
     """Name → tensor of the base whose result is made on the device of that tensor; empty: all results on the CPU."""
@@ -212,7 +212,7 @@ def _device(tensors: Iterable[Tensor]) -> str:
 @torch.inference_mode(mode=False)  # a mode of the calling thread alone, with tensors that no other thread may write
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockFolder, live: Mapping[str, Tensor], saturated: Counter[str]
-) -> tuple[dict[str, Tensor], Merged]:
+) -> tuple[dict[str, Tensor], FoldResult]:
     """Return (name → result, parts of codes and measures); adds to the counts of cut numbers."""
     tensors, tasks, fetch = {}, [], folder.tensors.fetch
 
@@ -249,7 +249,7 @@ def _merged(
         for block, codes, again in refolded(new, folder):
             _rows(tensors[target.stored], target, block).copy_(codes)
             merged += again
-        merged += Merged(parts=tuple(new_parts(new)))
+        merged += FoldResult(parts=tuple(new_parts(new)))
     return tensors, merged
 
 

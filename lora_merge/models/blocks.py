@@ -49,6 +49,61 @@ FLUX_ALL: Final = "FLUXALL"
 LAST_BLOCK: Final = 24
 """Number of the last of the 25 blocks of a U-Net of Stable Diffusion 1 that follow BASE, counted from 0."""
 
+BASE_BLOCK: Final = "BASE"
+"""The block of every tensor that no other block holds: text encoders, time embeddings, norms."""
+
+SHORT_LISTS: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
+    {
+        12: ("BASE", *(f"IN{n:02d}" for n in (1, 2, 4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(3, 12))),
+        9: ("BASE", *(f"IN{n:02d}" for n in (4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(6))),
+    }
+)
+"""Number of a U-Net's input blocks → its short list (17 or 12 blocks): the blocks that a plain LoRA changes.
+
+Source: hako-mikan/sd-webui-lora-block-weight, BLOCKID17 and BLOCKIDXLL.
+"""
+
+_UNET: Final = (
+    (re.compile(r"input_blocks\.(\d+)\."), "IN"),
+    (re.compile(r"(?:middle_block|mid_block)\."), "M"),
+    (re.compile(r"output_blocks\.(\d+)\."), "OUT"),
+)
+_DOWN: Final = re.compile(r"(down|up)_blocks\.(\d+)\.(?:(\w+?)\.(\d+)\.)?")
+_LAST: Final = ("out.", "conv_norm_out.", "conv_out.")  # the end of a U-Net counts as its last block
+
+_ENDS: Final = re.compile(r"(?:final_layer|norm_out|proj_out)\.")
+_LAYER_WORDS: Final = frozenset({"blocks", "block", "layers", "layer", "h", "resblocks"})
+_COMMON: Final = _LAYER_WORDS | {
+    "model",
+    "models",
+    "transformer",
+    "text",
+    "language",
+    "joint",
+    "stream",
+    "module",
+    "net",
+}
+"""Words that occur in the names of many stacks, so that they do not distinguish stacks."""
+
+SD_BLOCKS: Final = 26
+"""The number of blocks of Stable Diffusion 1, BASE included."""
+
+ENCODER_BLOCKS: Final = ("CLIP", "T5")
+FLUX_TITLE: Final = "Flux.1"
+"""The architecture whose lists also weight both text encoders (CLIP, T5) and both ends (IN, OUT)."""
+
+_LAYERS: Final = ("resnets", "attentions", "motion_modules")
+
+_NUMBER: Final = re.compile(r"(?:^|(?<=\.))([0-9]{1,4})(?=\.[^.]*\.)")
+"""A level that is a number, with two more levels behind it."""
+
+_TWO_LAYERS: Final = ("down_blocks.0.resnets.1.norm1.weight",)
+"""A level of a U-Net has two layers or more, of which an adapter may change one alone."""
+_LEVEL: Final = re.compile(r"_(?=[0-9]+(?:_|$))|(?<=[0-9])_|(?<=mid_block)_|(?<=middle_block)_")
+"""Underscores of a flat name that separate levels, as far as the name alone shows it."""
+_UNET_NAMES: Final = re.compile(r"(?:(?:input|output|down|up)_blocks|mid(?:dle)?_block)\.")
+
 
 def _smooth(x: float) -> float:
     """Return the cubic that rises from 0 to 1 with level ends."""
@@ -137,51 +192,6 @@ CURVES: Final[Mapping[str, Callable[[int], float]]] = MappingProxyType({
 """Preset for the 26 blocks of Stable Diffusion 1 → factor of the n-th block behind BASE, whose factor is 0.
 
 Source: the presets for models of sd-webui-supermerger, written as the curves that they follow."""
-
-
-BASE_BLOCK: Final = "BASE"
-"""The block of every tensor that no other block holds: text encoders, time embeddings, norms."""
-
-SHORT_LISTS: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
-    {
-        12: ("BASE", *(f"IN{n:02d}" for n in (1, 2, 4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(3, 12))),
-        9: ("BASE", *(f"IN{n:02d}" for n in (4, 5, 7, 8)), "M00", *(f"OUT{n:02d}" for n in range(6))),
-    }
-)
-"""Number of a U-Net's input blocks → its short list (17 or 12 blocks): the blocks that a plain LoRA changes.
-
-Source: hako-mikan/sd-webui-lora-block-weight, BLOCKID17 and BLOCKIDXLL.
-"""
-
-_UNET: Final = (
-    (re.compile(r"input_blocks\.(\d+)\."), "IN"),
-    (re.compile(r"(?:middle_block|mid_block)\."), "M"),
-    (re.compile(r"output_blocks\.(\d+)\."), "OUT"),
-)
-_DOWN: Final = re.compile(r"(down|up)_blocks\.(\d+)\.(?:(\w+?)\.(\d+)\.)?")
-_LAST: Final = ("out.", "conv_norm_out.", "conv_out.")  # the end of a U-Net counts as its last block
-
-_ENDS: Final = re.compile(r"(?:final_layer|norm_out|proj_out)\.")
-_LAYER_WORDS: Final = frozenset({"blocks", "block", "layers", "layer", "h", "resblocks"})
-_COMMON: Final = _LAYER_WORDS | {
-    "model",
-    "models",
-    "transformer",
-    "text",
-    "language",
-    "joint",
-    "stream",
-    "module",
-    "net",
-}
-"""Words that occur in the names of many stacks, so that they do not distinguish stacks."""
-
-SD_BLOCKS: Final = 26
-"""The number of blocks of Stable Diffusion 1, BASE included."""
-
-ENCODER_BLOCKS: Final = ("CLIP", "T5")
-FLUX_TITLE: Final = "Flux.1"
-"""The architecture whose lists also weight both text encoders (CLIP, T5) and both ends (IN, OUT)."""
 
 
 @dataclass(frozen=True)
@@ -337,9 +347,6 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...], Calla
     )
 
 
-_LAYERS: Final = ("resnets", "attentions", "motion_modules")
-
-
 def words(names: Names) -> dict[str, str]:
     """Return key → name in diffusers' words, of the tensors of a base."""
     return {key: word for part in names.parts for key, word in _words(part).items()}
@@ -389,10 +396,6 @@ def _stacks(
         BASE_BLOCK,
         *(f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers)),
     )
-
-
-_NUMBER: Final = re.compile(r"(?:^|(?<=\.))([0-9]{1,4})(?=\.[^.]*\.)")
-"""A level that is a number, with two more levels behind it."""
 
 
 def _layer(body: str) -> tuple[str | None, int]:
@@ -455,13 +458,6 @@ def network_of(name: str, denoiser: str = "denoiser") -> str:
 
 def _network(hint: str, denoiser: str) -> str:
     return {"any": "model", "denoiser": denoiser}.get(hint, hint.removeprefix("="))
-
-
-_TWO_LAYERS: Final = ("down_blocks.0.resnets.1.norm1.weight",)
-"""A level of a U-Net has two layers or more, of which an adapter may change one alone."""
-_LEVEL: Final = re.compile(r"_(?=[0-9]+(?:_|$))|(?<=[0-9])_|(?<=mid_block)_|(?<=middle_block)_")
-"""Underscores of a flat name that separate levels, as far as the name alone shows it."""
-_UNET_NAMES: Final = re.compile(r"(?:(?:input|output|down|up)_blocks|mid(?:dle)?_block)\.")
 
 
 def adapter_groups(modules: Mapping[str, Shape]) -> Groups:

@@ -30,6 +30,25 @@ MOST_EXPERTS: Final = 4096
 Views: TypeAlias = dict[str, WeightView | None]
 """Name → the rows with that name; None if the name fits two places."""
 
+NORM_PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
+"""Name of a norm's parameter in a base → its name in adapters."""
+
+INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
+"""First levels that names lack in adapters trained on a model without its head. Where `model.` is such a level, the
+others are parts of the model instead: HunYuan-VL's `vit.`"""
+
+Place: TypeAlias = tuple[WeightView | None, bool]
+"""(rows with a name, whether the name is known); (None, True) for a name that fits two places."""
+
+Way: TypeAlias = tuple[str, str | None]
+"""(prefix, suffix) that turn a name into another; the suffix replaces the name's last level, None keeps that level."""
+
+NOT_KNOWN: Final[Place] = (None, False)
+
+_BETWEEN: Final = re.compile(r"\.[0-9]{1,9}(?=\.)")
+_DIGITS: Final = re.compile("[0-9]+|#")
+MOST_FORMS: Final = 64  # of one flat name; the names of known models have up to four
+
 
 def put(names: Views, name: str, view: WeightView | None) -> None:
     """Add a name; one that fits two places becomes None."""
@@ -197,26 +216,6 @@ def _joined(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView
         if len(whole.shape) == 2
         else None
     )
-
-
-NORM_PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
-"""Name of a norm's parameter in a base → its name in adapters."""
-
-INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
-"""First levels that names lack in adapters trained on a model without its head. Where `model.` is such a level, the
-others are parts of the model instead: HunYuan-VL's `vit.`"""
-
-Place: TypeAlias = tuple[WeightView | None, bool]
-"""(rows with a name, whether the name is known); (None, True) for a name that fits two places."""
-
-Way: TypeAlias = tuple[str, str | None]
-"""(prefix, suffix) that turn a name into another; the suffix replaces the name's last level, None keeps that level."""
-
-NOT_KNOWN: Final[Place] = (None, False)
-
-_BETWEEN: Final = re.compile(r"\.[0-9]{1,9}(?=\.)")
-_DIGITS: Final = re.compile("[0-9]+|#")
-MOST_FORMS: Final = 64  # of one flat name; the names of known models have up to four
 
 
 def form(name: str) -> str:

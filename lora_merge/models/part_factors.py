@@ -21,6 +21,9 @@ from .weights import WeightView
 
 STRENGTH_FOR: Final = "--strength-for"
 
+EXCLUDE: Final = "--exclude"
+CHOOSING_OPTIONS: Final = ("--include", EXCLUDE)
+
 
 def on_base(adapter: Adapter, names: Names) -> Adapter:
     """Return an adapter whose parts have the labels of the base's networks: `clip_g` is te2 in Stable Diffusion XL."""
@@ -139,12 +142,8 @@ def check_effect(every: Sequence[Strengths]) -> None:
                 raise strengths._parts.refusal(part, ABSENT if strengths._absent.issuperset(covered) else NOT_CHANGED)
 
 
-EXCLUDE: Final = "--exclude"
-CHOOSING_OPTIONS: Final = ("--include", EXCLUDE)
-
-
 @dataclass(frozen=True)
-class Chosen:
+class ParameterChoice:
     """A choice of parameters: those in a part of `include`, or all, without those in a part of `exclude`."""
 
     include: Parts
@@ -153,9 +152,9 @@ class Chosen:
     @staticmethod
     def of(
         include: Sequence[str], exclude: Sequence[str], names: Names | None, networks: Collection[str] = ()
-    ) -> Chosen:
+    ) -> ParameterChoice:
         """Return the choice of the options of a job; see `Parts` for `names` and `networks`, and for errors."""
-        return Chosen(
+        return ParameterChoice(
             *(Parts(f, t, names, networks) for f, t in zip(CHOOSING_OPTIONS, (include, exclude), strict=True))
         )
 

@@ -81,6 +81,20 @@ COMPONENTS: Final = {
 }
 """Network that a name means → possible names of that component in a pipeline of diffusers."""
 
+WRAPPER_SIGNS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT_PREFIX)
+"""Texts of which every name with a wrapper contains one: a fast first test."""
+
+_LEVEL: Final = re.compile(rf"^{re.escape(PEFT_PREFIX)}|(?:(?<=\.)|^)(?:{TRAINING_WRAPPERS}|module|base_layer)\.")
+
+LEVELS_LEFT: Final = (
+    "its names contain levels that training leaves ({levels}): modules are found without them, and they stay; a "
+    "program that cannot load the base for its names (from_pretrained) cannot load the result either"
+)
+ATTACHED: Final = (
+    "it was saved with an adapter attached: {count} tensors of that adapter ({names}) are copied and not merged; a "
+    "program that loads them adds their effect; without another adapter a merge of this model applies it"
+)
+
 
 @lru_cache(maxsize=2**14)
 def prefixed(name: str) -> tuple[tuple[str, str], ...]:
@@ -119,21 +133,6 @@ def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
         for m in NUMBER.finditer(prefix)
     }
     return re.compile("(?=[0-9])" + "".join(sorted(patterns)) + NUMBER.pattern)  # the first test decides fast
-
-
-WRAPPER_SIGNS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT_PREFIX)
-"""Texts of which every name with a wrapper contains one: a fast first test."""
-
-_LEVEL: Final = re.compile(rf"^{re.escape(PEFT_PREFIX)}|(?:(?<=\.)|^)(?:{TRAINING_WRAPPERS}|module|base_layer)\.")
-
-LEVELS_LEFT: Final = (
-    "its names contain levels that training leaves ({levels}): modules are found without them, and they stay; a "
-    "program that cannot load the base for its names (from_pretrained) cannot load the result either"
-)
-ATTACHED: Final = (
-    "it was saved with an adapter attached: {count} tensors of that adapter ({names}) are copied and not merged; a "
-    "program that loads them adds their effect; without another adapter a merge of this model applies it"
-)
 
 
 def unwrapped(keys: Iterable[str]) -> dict[str, str]:

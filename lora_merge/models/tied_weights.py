@@ -79,6 +79,13 @@ ENCODERS: Final = (
 is stored, its weight is not. In the rows with True, that bias is tied to the head's own bias, so both are separated
 with the weight. Source: transformers 5, models/*/modeling_*.py, `_tied_weights_keys`."""
 
+EMBEDDINGS: Final = (
+    *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
+    *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
+    *("backbone.embeddings", "model.text_model.embed_tokens"),
+)
+"""The names of the input embeddings that a tied head uses, in transformers' models."""
+
 
 @dataclass(frozen=True)
 class TiedPair:
@@ -165,11 +172,3 @@ def _only_table(base: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> 
 
 def _plain(info: StoredTensor) -> bool:
     return info.stored in ("", info.name) and prod(info.shape) > 0
-
-
-EMBEDDINGS: Final = (
-    *("model.embed_tokens", "model.language_model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
-    *("shared", "model.shared", "gpt_neox.embed_in", "transformer.word_embeddings", "embed_tokens"),
-    *("backbone.embeddings", "model.text_model.embed_tokens"),
-)
-"""The names of the input embeddings that a tied head uses, in transformers' models."""

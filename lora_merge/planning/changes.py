@@ -36,7 +36,7 @@ IN_ITS_DTYPE: Final = "export the adapter again, this tensor in the dtype that t
 
 
 @dataclass(frozen=True)
-class Matched:
+class Matches:
     """The changes of each adapter of a job to its base."""
 
     inputs: Inputs
@@ -48,15 +48,15 @@ class Matched:
         return weights(self.inputs.base, self.adapters)
 
 
-def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
+def match(inputs: Inputs, *, every_setting: bool = True) -> Matches:
     """Return the changes of every adapter to the base; FitError if one does not fit.
 
     `every_setting`: whether a setting of the user that no formula uses is an error.
     """
-    with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
+    with Reader(a.index for a in inputs.adapters) as reader, inputs.base.unread.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
-        return Matched(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
+        return Matches(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
@@ -109,14 +109,14 @@ def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
         yield Note(f"strength {largest:g}{where} is unusual; most adapters are trained for 0 to 2")
 
 
-def check_stored(matched: Matched) -> None:
+def check_stored(matched: Matches) -> None:
     """Raise InputError if a changed weight is quantised and cannot be decoded, or cannot be encoded again."""
     job, base, matched_adapters = matched.inputs.job, matched.inputs.base, matched.adapters
     # Adapters: quantised weights that they change, and values that they replace.
     whole = {key for m in matched_adapters for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
     replaced = {key for m in matched_adapters for key in (*m.replaced, *m.bases)}
     changed = whole.union(*(m.uses for m in matched_adapters))
-    base.quantised.check(base.path, job.dtype, changed)
+    base.unread.check(base.path, job.dtype, changed)
     for match in matched_adapters:
         _check_values(base, match.replaced)
     # Weights that are decoded: their format, and small parts such as one scale.

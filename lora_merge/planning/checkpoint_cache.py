@@ -44,7 +44,7 @@ class CheckpointCache:
             index = index if parts is None else parts[0]
             _check_base(index)
             lookup = self.names(path, table) if parts is None else names(index, table)
-            return replace(index, notes=(*index.notes, *lookup.notes, *index.quantised.notes)), lookup
+            return replace(index, notes=(*index.notes, *lookup.notes, *index.unread.notes)), lookup
 
         base: tuple[Index, Names] = self.parsed(("base", path, table, plain), index, read)
         return base
@@ -146,4 +146,4 @@ def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
         fix = "name the base first, adapters after it; adapters alone: `lora-merge combine A B`"
         raise AdapterAsBase("the base is itself an adapter", str(base.path), fix)
-    base.quantised.check(base.path, "keep", [""])  # "": all tensors
+    base.unread.check(base.path, "keep", [""])  # "": all tensors

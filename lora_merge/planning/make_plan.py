@@ -21,13 +21,12 @@ from ..matching.patch import PatchPart
 from ..merge_methods import ADDED_VECTORS, METHODS
 from ..models.weights import Weight
 from ..text import Note
-from .changes import Matched, check_stored, match, neighbour
+from .changes import Matches, check_stored, match, neighbour
 from .checkpoint_cache import CheckpointCache
 from .combination import ADDITION, Combination
 from .folder_files import folder_files
-from .header_entries import other_entries
+from .header_entries import checksum_entry, other_entries, summed
 from .inputs import open_inputs
-from .output_checksums import entry, summed
 from .plan import OutputFile, OutputTensor, Plan
 from .quantisation import quantising
 from .recipe import blanks, entries
@@ -38,7 +37,7 @@ def plan_job(job: Job, cache: CheckpointCache) -> Plan:
     return make_plan(match(open_inputs(job, cache)))
 
 
-def make_plan(matched: Matched) -> Plan:
+def make_plan(matched: Matches) -> Plan:
     """Return the plan, in which every output tensor has its origin and its place."""
     job, base, names = matched.inputs.resolved, matched.inputs.base, matched.inputs.names
     # The weights: whether they can be changed, their forms in the output, their places in its files.
@@ -58,7 +57,7 @@ def make_plan(matched: Matched) -> Plan:
     return Plan(job, base, names, matched.adapters, files, matched.weights, sides, indexes, quantised, folders)
 
 
-def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:
+def _files(matched: Matches, forms: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
     job, base, container = matched.inputs.resolved, matched.inputs.base, matched.inputs.container
     # The tensors of each file.
@@ -73,7 +72,7 @@ def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
     coded = summed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
         others = other_entries(container, path)
-        of_sums = entry([0] * len(changed)) if of_merge else {}
+        of_sums = checksum_entry([0] * len(changed)) if of_merge else {}
         header, alignment = container.header(path, targets, {**others, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header), alignment), others, alignment))
@@ -81,7 +80,7 @@ def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
 
 
 def outputs(
-    matched: Matched, forms: Mapping[str, NewWeight] = MappingProxyType({})
+    matched: Matches, forms: Mapping[str, NewWeight] = MappingProxyType({})
 ) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
 
@@ -104,7 +103,7 @@ def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator
     yield from sorted(last, key=lambda row: -ITEM_BYTES.get(row[1].dtype, 1))
 
 
-def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[Sequence[tuple[Path, OutputTensor]]]:
+def _outputs(matched: Matches, forms: Mapping[str, NewWeight]) -> Iterator[Sequence[tuple[Path, OutputTensor]]]:
     """Yield as `outputs` does the tensors of each weight."""
     job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
     adapters, before = matched.adapters, matched.weights

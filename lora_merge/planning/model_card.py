@@ -45,6 +45,20 @@ the table of https://huggingface.co/docs/hub/repositories-licenses on 22 August 
 LICENCE_ALIASES: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-open-rail++-m": "openrail++"}
 """Names of licences in the metadata of adapters → a hub's words."""
 
+BEGIN: Final = "<!-- lora-merge: begin -->"
+CARD_END: Final = "<!-- lora-merge: end -->"
+
+MOST_CARD_BYTES: Final = 1 << 20  # bytes of a card; longer ones stay as they are
+FRONT: Final = 1 << 14  # characters of front matter; hubs show a hundred lines
+
+_SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(CARD_END) + "\n*", re.DOTALL)
+_FRONT: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_HUB: Final = re.compile(r"[\w.-]+/[\w.-]+")
+NOT_STATED: Final = "not stated"
+LICENCES: Final = ("modelspec.license", "general.license")
+"""Entries of the metadata of safetensors and of GGUF that state a licence."""
+_LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transformers"))
+
 
 def _stated_licence(front: Mapping[str, Any]) -> str:
     """Return the licence that the front matter of a card states; "" without one."""
@@ -74,21 +88,6 @@ def _licence_entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[
     if _licence_word(_stated_licence(front)) == agreed and front["license"] in (OTHER, *KNOWN):
         return {name: front[name] for name in LICENCE_ENTRIES if name in front}
     return {"license": agreed} if agreed in KNOWN else {"license": OTHER, "license_name": agreed}
-
-
-BEGIN: Final = "<!-- lora-merge: begin -->"
-CARD_END: Final = "<!-- lora-merge: end -->"
-
-MOST_CARD_BYTES: Final = 1 << 20  # bytes of a card; longer ones stay as they are
-FRONT: Final = 1 << 14  # characters of front matter; hubs show a hundred lines
-
-_SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(CARD_END) + "\n*", re.DOTALL)
-_FRONT: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-_HUB: Final = re.compile(r"[\w.-]+/[\w.-]+")
-NOT_STATED: Final = "not stated"
-LICENCES: Final = ("modelspec.license", "general.license")
-"""Entries of the metadata of safetensors and of GGUF that state a licence."""
-_LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transformers"))
 
 
 def card_path(plan: Plan) -> Path:

@@ -16,6 +16,9 @@ from .model_card import card
 from .plan import CARD, Plan
 from .recipe import parsed
 
+MODEL_ENTRIES: Final = ("model_type", "_class_name")
+"""Entries of a config.json that name the model."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -26,9 +29,6 @@ class Card:
 
 Side: TypeAlias = bytes | Path | Card
 """The content of a side file, or the file of the base to copy."""
-
-MODEL_ENTRIES: Final = ("model_type", "_class_name")
-"""Entries of a config.json that name the model."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import lcm, prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from ..adapters.trigger_words import trigger_words
+from ..adapters.training_metadata import trigger_words
 from ..disk.uploads import sink_of
 from ..dtypes import Shape, StoredTensor, flat, spoken
 from ..facts import Fact, line, rows_in_python

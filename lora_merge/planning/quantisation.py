@@ -68,6 +68,9 @@ BITSANDBYTES: Final = ("nf4", "int8")
 NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt", "decision_transformer"))
 """Values of `model_type` whose layers are transposed (Conv1D); loaders of quantised folders read them as linear."""
 
+KEEP_PRECISION: Final = "--keep-precision"
+NOT_QUANTISED: Final = "a part without effect: no weight that would be quantised is in it"
+
 
 @dataclass(frozen=True)
 class Quantising:
@@ -79,9 +82,6 @@ class Quantising:
 
 
 NO_QUANTISING: Final = Quantising({})
-
-KEEP_PRECISION: Final = "--keep-precision"
-NOT_QUANTISED: Final = "a part without effect: no weight that would be quantised is in it"
 
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:

@@ -30,7 +30,7 @@ OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)
 """Metadata entries that a merge writes."""
 
 CHECKSUMS: Final = "lora_merge.crc32"
-"""The entry with the sums of changed codes and scales (output_checksums.py)."""
+"""The entry with the sums of changed codes and scales (header_entries.py)."""
 
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", CHECKSUMS)
 """Metadata entries of the base that are dropped: a hash of the file itself would be wrong in the output."""

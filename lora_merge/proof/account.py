@@ -49,7 +49,7 @@ class Account:
 
 
 @dataclass
-class _Used:
+class _Usage:
     """The tensors and modules that the plan takes from one adapter."""
 
     tensors: set[str] = field(default_factory=set)
@@ -76,9 +76,9 @@ def account(plan: Plan, reader: Reader) -> Account:
     return Account(tensors, tensors - left_out, unused)
 
 
-def _used(plan: Plan) -> list[_Used]:
+def _used(plan: Plan) -> list[_Usage]:
     """Return what the output tensors take from each adapter."""
-    used_of = [_Used() for _ in plan.adapters]
+    used_of = [_Usage() for _ in plan.adapters]
     stored = plan.base.tensors
     by_file = {file: used for used, m in zip(used_of, plan.adapters, strict=True) for file in m.adapter.index.files}
     for target in [t for f in plan.files for t in f.targets]:
@@ -118,7 +118,7 @@ def _stored(file: Path, index: Index) -> Collection[str]:
         return [stored_name(info) for info in index.tensors.values() if info.file == file]
 
 
-def _check_places(used: _Used, adapter: Adapter) -> None:
+def _check_places(used: _Usage, adapter: Adapter) -> None:
     """Raise VerificationFailed where a module changes only some of the rows that it was placed on."""
     for patch in () if _may_be_off(adapter) else used.patches.values():
         missing = [p for p in patch.view.row_slices if p not in used.written[patch.module.where]]

@@ -183,7 +183,7 @@ def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Arr
 
 
 @dataclass(frozen=True)
-class Combined:
+class CombinedChange:
     """Rows of Δ as one part for each adapter, and by how much rounding may change each entry."""
 
     parts: dict[int, Array]
@@ -197,7 +197,7 @@ class Combined:
 
 def of_weight(
     target: OutputTensor, patch_rows: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
-) -> Combined:
+) -> CombinedChange:
     """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on some rows."""
     how, by = target.combination, dict[int, list[PatchRows]]()
     for part in patch_rows:
@@ -213,7 +213,7 @@ def of_weight(
     seeds = [how.seed(n, [u for u in target.uses if u.patch.adapter == n]) for n in by]
     changes = [ReferenceRows((out, cols), partial(read, parts), step) for parts in by.values()]
     parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2)
-    return Combined(dict(zip(by, parts, strict=True)), slack)
+    return CombinedChange(dict(zip(by, parts, strict=True)), slack)
 
 
 def combined(  # noqa: PLR0913  # the method, its inputs and its numbers

@@ -20,6 +20,10 @@ LINEAR_SHAPE: Final = (OUT, IN)
 CONV: Final = (OUT, 4, 3, 3)
 EXPERT_SHAPE: Final = (3, 8, 6)
 
+_PAIR: Final = {"up": (OUT, RANK), "down": (RANK, IN)}
+_SCALE: Final = {"scale": 0.75}
+_LIMIT: Final = {"limit": 0.5}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -30,10 +34,6 @@ class Example:
     numbers: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-
-_PAIR: Final = {"up": (OUT, RANK), "down": (RANK, IN)}
-_SCALE: Final = {"scale": 0.75}
-_LIMIT: Final = {"limit": 0.5}
 
 EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "lora": Example({"up": (OUT, RANK), "down": (RANK, 4), "mid": (RANK, RANK, 9)}, CONV, _SCALE),

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..algorithms import ALGORITHMS, Loaded
+from ..algorithms import ALGORITHMS, LoadedModule
 from ..errors import VerificationFailed
 from ..matching.patch import Patch
 from ..text import quoted
@@ -23,6 +23,8 @@ SVD_TOLERANCE: Final = 1e-3
 """Tolerance of a decomposition in fp32, as a share of the largest singular value."""
 BASIS_TOLERANCE: Final = 0.1
 """Tolerance of FRoD's basis, rounded to 16 bits, against that of fp64, as a share of its norm."""
+
+REPORT_CONFIGURATION = "report it with the configuration of the adapter and of the base"
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,6 @@ CHECKS: Final[Mapping[str, Callable[[RebuiltSlots], bool]]] = MappingProxyType(
 """Row of ALGORITHMS with a `rebuild` → check of the slots that it computes."""
 
 
-REPORT_CONFIGURATION = "report it with the configuration of the adapter and of the base"
-
-
 def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
     """Return the slots that the patch's file lacks; VerificationFailed where one does not pass the row's check.
 
@@ -121,7 +120,7 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
     if not row.is_rebuilt(patch.shapes):
         return {}
     more = patch.shapes, patch.view.shape, settings
-    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, as_dtype, *more)).items()}
+    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(LoadedModule.of_arrays(read, as_dtype, *more)).items()}
     if not CHECKS[patch.algorithm](RebuiltSlots(slots, read, *more)):
         where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(slots))}"
         raise VerificationFailed(

@@ -29,7 +29,7 @@ from .proof_report import Bound, Exact, Findings, coarse, measure
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
 from .sample import runs, sample, shuffled
-from .weights import Coded, WeightReader
+from .weights import CodedWeight, WeightReader
 
 TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
 Written: TypeAlias = int | RemoteFile
@@ -56,8 +56,8 @@ class Recomputation:
 
     def __init__(  # noqa: PLR0913  # one output, its inputs, how far
         self, plan: Plan, reader: Reader, pool: Executor | None = None, *, full: bool,
-        outputs: Mapping[str, Coded] = MappingProxyType({}), recorded: Mapping[str, Checked] = MappingProxyType({}),
-        judged: str = "", stored: WeightReader | None = None,
+        outputs: Mapping[str, CodedWeight] = MappingProxyType({}),
+        recorded: Mapping[str, Checked] = MappingProxyType({}), judged: str = "", stored: WeightReader | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = stored or WeightReader(reader, plan.base)

@@ -28,7 +28,7 @@ from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
 from ..paths import input_name
-from ..planning.output_checksums import CHECKSUM_DIGITS, summed, sums_of
+from ..planning.header_entries import CHECKSUM_DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
@@ -43,7 +43,7 @@ from .reference.floats import decode
 from .reference.numpy_threads import one_core
 from .sample import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading.comparison import read_again
-from .weights import Coded, coded_output
+from .weights import CodedWeight, coded_output
 
 SUSPECT_DISK: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
 SURELY_ENOUGH: Final = (1 + ENOUGH) / 2  # the share in a few rows from which bf16 is named as the cure
@@ -109,7 +109,7 @@ def _sample(plan: Plan, reader: Reader) -> Iterator[Range]:
         yield from (*map(stretch, neighbours(unmerged)), *_rows(file.targets, merged))
 
 
-def _coded_outputs(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> dict[str, Coded]:
+def _coded_outputs(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> dict[str, CodedWeight]:
     """Return how the merged weights of codes are read from the output; `targets`: the tensors in each of the files."""
     coded = [t for some in targets for t in some if t.packed and not t.copied]
     if not coded:

@@ -26,7 +26,7 @@ Read: TypeAlias = Callable[[StoredTensor, int, int], bytes | bytearray]
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedWeight:
     """A weight that is not stored as plain numbers."""
 
     packing: Packing
@@ -81,12 +81,12 @@ class WeightReader:
     def __init__(self, reader: Reader, base: Index) -> None:
         self._reader, self._base = reader, base
 
-    def coded(self, info: StoredTensor) -> Coded | None:
+    def coded(self, info: StoredTensor) -> CodedWeight | None:
         """Return how a tensor is read that is a weight of codes; None for plain numbers."""
         packing = self._base.packed.get(info.name)
         if packing is None or self._base.tensors[info.name] is not info:
             return None
-        return Coded(packing, prod(info.shape), self._reader.read)
+        return CodedWeight(packing, prod(info.shape), self._reader.read)
 
     def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
         """Return the tensor in `shape`, or these entries of its first axis."""
@@ -101,7 +101,7 @@ class WeightReader:
         return decode(raw, info.dtype).reshape(len(entries), *shape[1:])
 
 
-def coded_output(target: OutputTensor, places: Mapping[str, tuple[Path, OutputTensor]], read: Read) -> Coded:
+def coded_output(target: OutputTensor, places: Mapping[str, tuple[Path, OutputTensor]], read: Read) -> CodedWeight:
     """Return how a merged weight of codes is read from the output; `places`: tensor → its file and its place there."""
 
     def in_output(info: StoredTensor, name: str) -> StoredTensor:
@@ -112,7 +112,7 @@ def coded_output(target: OutputTensor, places: Mapping[str, tuple[Path, OutputTe
     assert packing.codes is not None, "a weight of codes has them"
     parts = {role: part._replace(info=in_output(part.info, part.info.name)) for role, part in packing.parts.items()}
     moved = packing._replace(codes=in_output(packing.codes, target.name), parts=parts)
-    return Coded(moved, prod(target.shape), read)
+    return CodedWeight(moved, prod(target.shape), read)
 
 
 def within_rounding(reader: Reader, sides: Sequence[tuple[Index, StoredTensor, Array]], low: int, high: int) -> int:

@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
 from ..adapters.network_settings import rules_of
-from ..adapters.stated_model import made_for
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
-from ..adapters.trigger_words import entry
+from ..adapters.training_metadata import entry, made_for
 from ..algorithms import DoesNotFit
 from ..change_statistics import Groups
 from ..disk.reader import Reader

@@ -108,7 +108,7 @@ def quantised(index: Index) -> str:
     """Return how many weights are quantised, and how, in words; "" if none are."""
     read = Counter(p.encoding.title for p in index.packed.values() if p.encoding.quantised)
     texts = [f"{plural(count, 'weight')} as {name}" for name, count in read.items()]
-    return "; ".join([*texts, *([index.quantised.how] if index.quantised.how else [])])
+    return "; ".join([*texts, *([index.unread.how] if index.unread.how else [])])
 
 
 def _components(index: Index, lookup: Names) -> dict[str, int]:

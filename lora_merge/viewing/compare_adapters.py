@@ -20,7 +20,7 @@ from ..adapters_out.groups import rank_of_change
 from ..change_statistics import Groups
 from ..disk.reader import Reader
 from ..dtypes import StoredTensor
-from ..engine.change_norms import Replaced, runs, values
+from ..engine.change_norms import Replacement, runs, values
 from ..engine.module_change import NOISE_SHARE, ModuleChange
 from ..engine.tensors import Fetch, TensorCache
 from ..engine.torch_state import undisturbed
@@ -106,7 +106,7 @@ def _target(info: StoredTensor, known: PeftRules, left: dict[str, str]) -> str:
     return value.target
 
 
-def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> ChangeSums:
+def sums_of_changes(a: Replacement, b: Replacement, read: Fetch) -> ChangeSums:
     """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
     sums = ChangeSums()
     for first, count in runs(a, 1):

@@ -17,7 +17,7 @@ from ..job import Adapter, make_job
 from ..matching.fit_errors import explain
 from ..models.names import Names
 from ..paths import typed
-from ..planning.changes import Matched, match
+from ..planning.changes import Matches, match
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_paths
 from ..planning.inputs import Inputs
@@ -153,7 +153,7 @@ def _fit(
     }  # fmt: skip
 
 
-def _effective(matched: Matched, lookup: Names) -> dict[str, Any]:
+def _effective(matched: Matches, lookup: Names) -> dict[str, Any]:
     """Return component → least, median and greatest factor of B A: the strength times what α makes of it.
 
     Algorithms whose formula has no such factor are left out.

@@ -17,7 +17,7 @@ from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..dtypes import Shape, StoredTensor
-from ..engine.change_norms import Replaced, factored, replaced, runs, values
+from ..engine.change_norms import Replacement, factored, replaced, runs, values
 from ..engine.devices import place
 from ..engine.fold import StackedPatch, change, new_weights
 from ..engine.module_change import ModuleChange, formula_of
@@ -115,12 +115,12 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange
     return change
 
 
-def replaced_by(plan: Plan) -> Iterator[Replaced]:
+def replaced_by(plan: Plan) -> Iterator[Replacement]:
     """Yield the tensors of a plan's output that its adapters store whole."""
     return replaced((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
 
 
-def _difference(replaced: Replaced, read: Fetch) -> Tensor:
+def _difference(replaced: Replacement, read: Fetch) -> Tensor:
     """Return V − W [rows, cols] of a weight that an adapter replaces."""
     difference = torch.empty(prod(replaced.target.shape))
     for first, count in runs(replaced, 1):

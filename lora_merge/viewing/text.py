@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from ..adapters.trigger_words import TRIGGERS
+from ..adapters.training_metadata import TRIGGERS
 from ..facts import (
     THOUSANDS,
     VALUE_WIDTH,

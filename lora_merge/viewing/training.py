@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapters.trigger_words import NO_VALUES, entry, tag_counts, trigger_words
+from ..adapters.training_metadata import NO_VALUES, entry, tag_counts, trigger_words
 from ..files.checkpoint import Index
 from ..text import is_finite, plural
 

@@ -17,7 +17,7 @@ from torch import nn
 import lora_merge
 from lora_merge.algorithms import DoesNotFit
 from lora_merge.algorithms.frod import drawn_places, joint_basis
-from lora_merge.engine.peft_initialisation import cast
+from lora_merge.engine.patch_tensors import cast
 from lora_merge.errors import MergeError
 from lora_merge.recipes.replay import prove
 from tests.algorithms.peft_models import MODELS

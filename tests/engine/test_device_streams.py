@@ -22,7 +22,7 @@ import lora_merge
 from lora_merge.engine import block_folder  # noqa: F401  it keeps the functions that tests replace: load it before
 from lora_merge.engine.device_memory import SPILLED, WORKSPACE
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.memory_policy import MemoryPolicy
+from lora_merge.engine.lanes import MemoryPolicy
 from lora_merge.engine.row_blocks import Block
 from lora_merge.engine.tensor_moves import DeviceStream, Placement, _pinned, land, stage
 from tests.kit import lanes
@@ -86,7 +86,7 @@ def test_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_th
     alone = bound > 2**26
     monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.device_memory.lane_count", lambda *_: 3)
-    monkeypatch.setattr("lora_merge.engine.memory_policy.lane_count", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.lanes.lane_count", lambda *_: 3)
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 3)
     shapes = {"lora_up.weight": (4096, 4), "lora_down.weight": (4, 1024), "dora_scale": (1, 1024)}
     base = {f"layer.{n}.weight": rand(4096, 1024, seed=n).bfloat16() for n in range(4)}

@@ -24,7 +24,7 @@ from lora_merge.adapters.tensor_values import FileValues
 from lora_merge.engine import pipeline
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.block_folder import BlockFolder
-from lora_merge.engine.memory_policy import MemoryPolicy
+from lora_merge.engine.lanes import MemoryPolicy
 from lora_merge.engine.pipeline import Pipeline
 from lora_merge.engine.stages import WindowTask
 from lora_merge.engine.tensor_moves import TORCH_DTYPES

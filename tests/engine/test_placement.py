@@ -29,7 +29,7 @@ from lora_merge.dtypes import StoredTensor
 from lora_merge.engine.block_folder import BlockFolder
 from lora_merge.engine.devices import DeviceChoice, place, places, precise, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
-from lora_merge.engine.memory_policy import MemoryPolicy
+from lora_merge.engine.lanes import MemoryPolicy
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.tasks import FoldTask
 from lora_merge.engine.tensor_moves import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage

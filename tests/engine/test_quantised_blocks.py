@@ -48,7 +48,7 @@ def test_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_on_
 
     usual = block_folder.new_weights
     monkeypatch.setattr(block_folder, "new_weights", counted)
-    monkeypatch.setattr("lora_merge.engine.memory_policy.MemoryPolicy.most", lambda *_: 1)
+    monkeypatch.setattr("lora_merge.engine.lanes.MemoryPolicy.most", lambda *_: 1)
     made, rooms = {}, {"all": 2**30, "some": 3 * 4 * 128 * SHAPE[1], "none": 0}
     for room, nbytes in rooms.items():
         monkeypatch.setattr("lora_merge.engine.quantised_output.BLOCK_SHARE", 2**30 // nbytes if nbytes else 2**31)

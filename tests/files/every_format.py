@@ -28,7 +28,7 @@ from lora_merge.files.gguf.encoding import ggml, new_encoding
 from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, GGML_TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
-from lora_merge.proof.weights import Coded
+from lora_merge.proof.weights import CodedWeight
 from tests.files import quantised_forms
 from tests.files.other_forms import FORMS as BY_LIBRARIES
 from tests.files.quantised_forms import FORMS, Form, note, rows
@@ -98,7 +98,7 @@ class Weight(NamedTuple):
             return self.raw[roles.get(info.name, CODES)][first : first + count]
 
         codes = self.packing.codes or StoredTensor("codes", "U8", (), Path("memory"), 0, len(self.raw[CODES]))
-        return Coded(self.packing._replace(codes=codes), self.total, read).rows(rows, self.shape[-1])
+        return CodedWeight(self.packing._replace(codes=codes), self.total, read).rows(rows, self.shape[-1])
 
 
 def in_memory(tensors: Tensors) -> dict[str, StoredTensor]:

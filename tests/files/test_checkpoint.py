@@ -512,7 +512,7 @@ def test_quantised_checkpoints_are_named(
 ) -> None:
     save_file({n: torch.zeros(4).to(dtype) for n in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = open_checkpoint(tmp_path).quantised
+    found = open_checkpoint(tmp_path).unread
     assert (found.how, found.holds(names[0])) == ("", False) if expected is None else expected in found.how
     assert expected is None or found.holds(names[0])
 

@@ -194,7 +194,7 @@ def test_component_of_a_pipeline_keeps_its_scales_under_its_own_names(tmp_path: 
     for packing in index.packed.values():
         assert packing.names <= index.tensors.keys()
         assert all(index.tensors[part.info.name] is part.info for part in packing.parts.values())
-    assert not index.quantised.parts
+    assert not index.unread.parts
 
 
 def test_formula_reads_the_weights_and_not_their_codes(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def opened(folder: Path, name: str = "x.safetensors") -> None:
     """Whatever is accepted can be read to the last byte, and the library accepts it too."""
     path = folder / name
     index = open_checkpoint(path)
-    assert index.quantised.holds("") <= bool(index.quantised.how)
+    assert index.unread.holds("") <= bool(index.unread.how)
     for info in index.tensors.values():
         assert len(read_bytes(info)) == info.nbytes
     if path.name.endswith(".safetensors"):

@@ -16,7 +16,7 @@ from lora_merge.dtypes import StoredTensor
 from lora_merge.engine import row_blocks
 from lora_merge.engine.block_folder import BlockFolder, FoldOptions
 from lora_merge.engine.devices import places
-from lora_merge.engine.memory_policy import STAGED, MemoryLimits
+from lora_merge.engine.lanes import STAGED, MemoryLimits
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.tasks import FoldTask
 from lora_merge.engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES

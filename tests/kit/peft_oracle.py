@@ -18,10 +18,10 @@ from transformers.pytorch_utils import Conv1D
 import lora_merge
 from lora_merge.adapters.peft.rules import PeftRules, bare, rules
 from lora_merge.adapters.suffixes import split
-from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Loaded
+from lora_merge.algorithms import ALGORITHMS, DoesNotFit, LoadedModule
 from lora_merge.algorithms.dora import rescale
 from lora_merge.disk.reader import Reader
-from lora_merge.engine.peft_initialisation import cast
+from lora_merge.engine.patch_tensors import cast
 from lora_merge.job import make_job
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
@@ -175,7 +175,9 @@ class Merge:
         missing = any(slot not in own for slot in row.slots)
         derived = dict(row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {})
         loaded = {"": weight, **{slot: value.reshape(fitted[slot]) for slot, value in own.items()}}
-        derived |= row.rebuilt(Loaded(lambda slot: loaded[slot].float(), cast, fitted, tuple(weight.shape), settings))
+        derived |= row.rebuilt(
+            LoadedModule(lambda slot: loaded[slot].float(), cast, fitted, tuple(weight.shape), settings)
+        )
         fields = {
             slot: (value.long() if slot in row.integer_slots else value.double()).reshape(
                 1, *fitted.get(slot, value.shape)

@@ -12,7 +12,7 @@ from lora_merge.cli.main import main
 from lora_merge.engine import row_blocks
 from lora_merge.errors import FitError, InputError
 from lora_merge.matching.match import bias_beside
-from lora_merge.matching.weight_sizes import sizes
+from lora_merge.matching.values import sizes
 from lora_merge.models.weights import RowSlice, WeightView
 from tests.kit.adapters import flux_control
 from tests.kit.files import index, load, save

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.algorithms import ALGORITHMS, Loaded
+from lora_merge.algorithms import ALGORITHMS, LoadedModule
 from lora_merge.algorithms.adamss import kmeans
 from lora_merge.algorithms.low_rank_svd import low_rank_svd
 from lora_merge.errors import VerificationFailed
@@ -49,7 +49,7 @@ CASES: Mapping[str, tuple[dict[str, Array], dict[str, tuple[int, ...]], dict[str
 def made(name: str, **settings: Any) -> RebuiltSlots:
     values, shapes, told = CASES[name]
     more = shapes, (OUT, IN), told | settings
-    found = ALGORITHMS[name].rebuilt(Loaded.of_arrays(values.__getitem__, as_dtype, *more))
+    found = ALGORITHMS[name].rebuilt(LoadedModule.of_arrays(values.__getitem__, as_dtype, *more))
     return RebuiltSlots({slot: np.asarray(v).copy() for slot, v in found.items()}, values.__getitem__, *more)
 
 

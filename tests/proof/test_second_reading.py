@@ -29,7 +29,7 @@ from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
 from lora_merge.models.weights import Weight
-from lora_merge.planning.changes import Matched, matches
+from lora_merge.planning.changes import Matches, matches
 from lora_merge.planning.inputs import Inputs
 from lora_merge.planning.make_plan import outputs
 from lora_merge.planning.plan import OutputTensor
@@ -83,7 +83,7 @@ def read(
     job = Job(base.path, (Adapter(path, 0.5, parts),), Path("out.safetensors"))
     inputs = Inputs(job, base, names(base), (group(file),))
     matched = matches(inputs, Numbers())
-    targets = [target for _, target in outputs(Matched(inputs, matched))]
+    targets = [target for _, target in outputs(Matches(inputs, matched))]
     return compare(job, base, matched, targets, lambda info: Numbers().numbers(info)[0])
 
 

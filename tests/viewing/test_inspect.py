@@ -182,7 +182,7 @@ def test_quantised_weights_alone_are_called_so(tmp_path: Path) -> None:
     }
     for name, (tensors, entries) in cases.items():
         path = save(tensors, tmp_path / "model.safetensors", {"format": "pt"} | entries)
-        facts, said = inspect(path), open_checkpoint(path).quantised.how
+        facts, said = inspect(path), open_checkpoint(path).unread.how
         assert facts["quantised"] == said != "", name
         assert name == "codes" or name in said
         (line,) = [line for line in lines(facts) if line.startswith("quantised ")]

@@ -29,6 +29,23 @@ SORTED: Final = Note(
 Scale: TypeAlias = Callable[[PeftConfig, str, str, Shapes], float]
 """(configuration, module, row of ALGORITHMS, fitted shapes) → the scale of the change."""
 
+MLX: Final = "MLX"
+"""Our name for the adapter_config.json of mlx-lm, which has no peft_type."""
+
+NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
+NOT_TRANSPOSED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
+
+NOISE_IS_DRAWN: Final = Note("its configuration draws noise in every forward pass; the mean is merged, as PEFT does")
+
+Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None, str], str | None]
+"""(configuration, module, rows that fit its tensors, its weight, model type of the base) → the row."""
+
+STACKED_ROWS: Final = tuple(row.name for row in lora_stacked.STACKED)
+_LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
+"""Ending of GLoRA's tensors of a letter → suffix of the letter's slot."""
+
+_PAIR: Final = {"A": "down", "B": "up"}
+
 
 class Count(NamedTuple):
     """A length of a tensor that only the configuration can confirm."""
@@ -211,18 +228,6 @@ def mlx_scale(fields: PeftConfig) -> float | None:
     return inner.number("scale", 0) if known else None
 
 
-MLX: Final = "MLX"
-"""Our name for the adapter_config.json of mlx-lm, which has no peft_type."""
-
-NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
-NOT_TRANSPOSED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
-
-NOISE_IS_DRAWN: Final = Note("its configuration draws noise in every forward pass; the mean is merged, as PEFT does")
-
-Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None, str], str | None]
-"""(configuration, module, rows that fit its tensors, its weight, model type of the base) → the row."""
-
-
 def _only_row(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | None, ____: str) -> str | None:
     return rows[0] if len(rows) == 1 else None
 
@@ -305,11 +310,6 @@ def _seeded(fields: PeftConfig) -> None:
         raise refuse("FOURIERFT", why, CONVERT, fields.where)
 
 
-STACKED_ROWS: Final = tuple(row.name for row in lora_stacked.STACKED)
-_LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
-"""Ending of GLoRA's tensors of a letter → suffix of the letter's slot."""
-
-_PAIR: Final = {"A": "down", "B": "up"}
 _RANDOM: Final = {"seed": integer("projection_prng_key", 0, SEED)}
 _FREQUENCIES: Final = Count("spectrum", 0, "n_frequency", "n_frequency_pattern")
 

@@ -60,6 +60,22 @@ ALPHA_FIELDS: Final = ("lora_alpha", "alpha")
 
 Kind = Literal["value", "copy", "ignored"]
 
+BASE_LAYER: Final = "a copy of the base's own tensor"
+TRAINED_TOKENS: Final = "rows of trained tokens"
+_LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
+_TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
+_FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
+    (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained copy of a trained module"),
+    (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
+    (r"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?(?P<leaf>.*)", "value", ""),
+    (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TRAINED_TOKENS),
+    (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
+    (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
+    (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),
+)
+STORED_VALUES: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
+"""(pattern of the whole key, kind, why); the first match is used."""
+
 
 @dataclass(frozen=True)
 class StoredValue:
@@ -312,20 +328,3 @@ def by_component(config: Mapping[str, Any], where: str, *, aside: bool = False) 
     }
     whole = read.pop("", PeftRules(PeftConfig({}, where)))
     return replace(whole, components=read)
-
-
-BASE_LAYER: Final = "a copy of the base's own tensor"
-TRAINED_TOKENS: Final = "rows of trained tokens"
-_LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
-_TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
-_FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
-    (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained copy of a trained module"),
-    (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
-    (r"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?(?P<leaf>.*)", "value", ""),
-    (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TRAINED_TOKENS),
-    (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
-    (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
-    (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),
-)
-STORED_VALUES: Final = tuple((re.compile(form, re.DOTALL), kind, why) for form, kind, why in _FORMS)
-"""(pattern of the whole key, kind, why); the first match is used."""

@@ -16,7 +16,7 @@ from ...errors import FitError
 from ...files.checkpoint import Index
 from ...matching.fit_errors import kind_of_model
 from ...models.names import AVERAGES, UNKNOWN_TITLE, Names
-from ...models.part_factors import Chosen, or_leave_out
+from ...models.part_factors import ParameterChoice, or_leave_out
 from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
 from ...models.weights import RowSlice, WeightView
@@ -129,7 +129,7 @@ class Pairs:
 
 
 def paired(
-    base: tuple[Index, Names], tuned: tuple[Index, Names], to: Dialect, chosen: Chosen, *, lenient: bool
+    base: tuple[Index, Names], tuned: tuple[Index, Names], to: Dialect, chosen: ParameterChoice, *, lenient: bool
 ) -> Pairs:
     """Return the parameters of both checkpoints side by side.
 
@@ -256,7 +256,7 @@ def _key(place: Place) -> tuple[str, str, str]:
     return place.prefix, place.module, place.parameter
 
 
-def _taken(place: Place, chosen: Chosen) -> bool:
+def _taken(place: Place, chosen: ParameterChoice) -> bool:
     keys = (piece.key for piece in place.view.row_slices)
     return chosen.takes(place.component, keys, usual=_usual(place))
 

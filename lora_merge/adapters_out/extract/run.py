@@ -24,7 +24,7 @@ from ...engine.torch_state import undisturbed
 from ...errors import AdapterAsBase, FitError, InputError, MergeError, UsageError
 from ...files.checkpoint import Index
 from ...models.names import Names
-from ...models.part_factors import Chosen
+from ...models.part_factors import ParameterChoice
 from ...paths import is_folder, names_folder, output_file, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
@@ -128,7 +128,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
                  contents=CONTENTS)  # fmt: skip
     # Step 2: the parameters of both, in pairs.
     lenient = job.inputs.unmatched != "error"
-    chosen = Chosen.of(job.include, job.exclude, names)
+    chosen = ParameterChoice.of(job.include, job.exclude, names)
     pairs = paired((base, names), (tuned, tuned_names), to, chosen, lenient=lenient)
     if not pairs.pairs and (job.include or job.exclude):
         raise UsageError("no weight is left to compare", "--include and --exclude", "choose other parts of the model")

@@ -19,6 +19,23 @@ FLOAT_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch
 FP8_DTYPES: Final = {name: getattr(torch, DTYPE_ROWS[name].library) for name in ("F8_E4M3", "F8_E5M2")}
 Arguments = ParamSpec("Arguments")
 
+CACHED_TABLES: Final[list[Callable[[], None]]] = []
+"""Functions that forget the tables, for tests of devices."""
+
+SAFE_SCALE: Final = 2.0**100
+"""The scale below which no power of two that it is multiplied by overflows."""
+
+LARGEST_BYTE: Final = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
+"""Dtype → byte of the largest number, without its sign."""
+
+MAGNITUDE: Final = 0x7FFFFFFF
+"""The bits of fp32 without the sign."""
+
+BYTE: Final = torch.uint8
+
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each 4-bit code."""
+
 
 def cached_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
     """Keep the last tensors that a function makes. They are made on the CPU and copied to torch's default device, which
@@ -36,10 +53,6 @@ def cached_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tenso
 
     CACHED_TABLES.append(cached.cache_clear)
     return table
-
-
-CACHED_TABLES: Final[list[Callable[[], None]]] = []
-"""Functions that forget the tables, for tests of devices."""
 
 
 @cached_table
@@ -75,13 +88,6 @@ def unpacked(numbers: Tensor) -> Tensor:
 
 def _times(values: Tensor, scale: float) -> Tensor:
     return values if scale == 1 else values.mul_(scale)
-
-
-SAFE_SCALE: Final = 2.0**100
-"""The scale below which no power of two that it is multiplied by overflows."""
-
-LARGEST_BYTE: Final = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
-"""Dtype → byte of the largest number, without its sign."""
 
 
 def last_byte(raw: Tensor) -> int:
@@ -144,10 +150,6 @@ def ends_of_each(blocks: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
     keys.bitwise_and_(MAGNITUDE).bitwise_xor_(bits)
     low, high = (k ^ (k >> 31 & MAGNITUDE) for k in (keys.amin(-1), keys.amax(-1)))
     return low.view(torch.float32), high.view(torch.float32)
-
-
-MAGNITUDE: Final = 0x7FFFFFFF
-"""The bits of fp32 without the sign."""
 
 
 def single(values: Tensor) -> Tensor:
@@ -277,12 +279,6 @@ def _hadamard(size: int) -> Tensor:
 def rotated(values: Tensor, size: int) -> Tensor:
     """Return W · H for every group of `size` columns, flat. A second rotation undoes the first."""
     return torch.mm(values.view(-1, size), _hadamard(size).to(values.dtype)).view(-1)
-
-
-BYTE: Final = torch.uint8
-
-E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The number of each 4-bit code."""
 
 
 @cached_table

@@ -10,6 +10,19 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+INT32: Final = torch.int32
+
+PLANES: Final = {
+    3: (*(((b, 0, 7, 0),) for b in range(3)), *(((b, 3, 7, 0),) for b in range(3)),
+        *(((b, 6, 3, 0), (2, 6 + b, 1, 2)) for b in range(2))),
+    5: (*(((b, 0, 31, 0),) for b in range(5)), *(((b, 5, 7, 0), (3 + b, 5, 3, 3)) for b in range(2)),
+        ((2, 5, 7, 0), (3, 7, 1, 4), (4, 7, 1, 3))),
+    6: (*(((b, 0, 63, 0),) for b in range(3)), ((0, 6, 3, 4), (1, 6, 3, 2), (2, 6, 3, 0))),
+    7: (*(((b, 0, 127, 0),) for b in range(7)), tuple((b, 7, 1, 6 - b) for b in range(7))),
+}  # fmt: skip
+"""Bits → for each number that is packed together its parts: byte, the part's lowest bit there, a mask, its place in the
+number. https://github.com/Disty0/sdnq src/sdnq/packed_int/unpack.py."""
+
 
 def from_bits(raw: Tensor, bits: int) -> Tensor:
     """Return the whole numbers of 4 or 8 bits in bytes [..., n], from the lowest bits on, as int16."""
@@ -86,20 +99,6 @@ def by_group(groups: Tensor, size: int) -> Tensor | None:
     if counts is None or not bool((counts == size).all()):
         return None
     return groups.argsort(stable=True)
-
-
-INT32: Final = torch.int32
-
-PLANES: Final = {
-    3: (*(((b, 0, 7, 0),) for b in range(3)), *(((b, 3, 7, 0),) for b in range(3)),
-        *(((b, 6, 3, 0), (2, 6 + b, 1, 2)) for b in range(2))),
-    5: (*(((b, 0, 31, 0),) for b in range(5)), *(((b, 5, 7, 0), (3 + b, 5, 3, 3)) for b in range(2)),
-        ((2, 5, 7, 0), (3, 7, 1, 4), (4, 7, 1, 3))),
-    6: (*(((b, 0, 63, 0),) for b in range(3)), ((0, 6, 3, 4), (1, 6, 3, 2), (2, 6, 3, 0))),
-    7: (*(((b, 0, 127, 0),) for b in range(7)), tuple((b, 7, 1, 6 - b) for b in range(7))),
-}  # fmt: skip
-"""Bits → for each number that is packed together its parts: byte, the part's lowest bit there, a mask, its place in the
-number. https://github.com/Disty0/sdnq src/sdnq/packed_int/unpack.py."""
 
 
 def from_words(words: Tensor, bits: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Codes that choose from tables which were fitted to each weight, or whose scales were. They are read, never written.
 
 `Aqlm`: some numbers of a row are the sum of one entry of each codebook, times a scale of the row. Codes are stored in
-two's complement. `Grouped` (asym_w4a8_int8): 4 or 6 bits, a level of a table times a scale of its group, rounded to
-int8, times a scale of its row; rotated. `Columns` (awq_w4a16): (q − 8) · s + z with s and z for each group of columns,
-stored column by column.
+two's complement. `GroupedCodebook` (asym_w4a8_int8): 4 or 6 bits, a level of a table times a scale of its group,
+rounded to int8, times a scale of its row; rotated. `Columns` (awq_w4a16): (q − 8) · s + z with s and z for each group
+of columns, stored column by column.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Aqlm(Encoding):
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped(Encoding):
+class GroupedCodebook(Encoding):
     """Levels times a scale for each group, rounded to whole numbers, times a scale for each row; rotated."""
 
     cols: int = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked(Encoding):
+class ExpertStack(Encoding):
     """The numbers of another encoding, matrix after matrix; `group` is the size of one."""
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
@@ -71,5 +71,5 @@ def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, Stor
     numbers = first.encoding.count(codes.nbytes // matrices)
     whole = {role: WeightPart(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
     inner = first.encoding
-    encoding = Stacked.shared(inner.unit, numbers, label=inner.label, inner=inner)
+    encoding = ExpertStack.shared(inner.unit, numbers, label=inner.label, inner=inner)
     return Packing(encoding, codes, whole, first.beside)

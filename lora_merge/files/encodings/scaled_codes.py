@@ -17,6 +17,22 @@ from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNu
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCALE: Final = "scale"
+ZERO: Final = "zero"
+
+E8M0: Final = "E8M0"
+"""Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
+
+SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
+"""Dtype of a tensor of scales → how its numbers are stored."""
+
+CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
+TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
+NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
+REFIT_BELOW: Final = {True: 2.0**-6, False: 0.8}
+"""Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
+anywhere in the range; a whole number is not."""
+
 
 class ScaledTensors(NamedTuple):
     """The tensors of a weight of codes and scales.
@@ -39,25 +55,8 @@ class ScaledTensors(NamedTuple):
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALE_STORAGE.get(self.scale.dtype, "")
 
 
-SCALE: Final = "scale"
-ZERO: Final = "zero"
-
-E8M0: Final = "E8M0"
-"""Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
-
-SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
-"""Dtype of a tensor of scales → how its numbers are stored."""
-
-CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
-TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
-NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
-REFIT_BELOW: Final = {True: 2.0**-6, False: 0.8}
-"""Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
-anywhere in the range; a whole number is not."""
-
-
 @dataclass(frozen=True, eq=False)
-class Scaled(Encoding):
+class ScaledCodes(Encoding):
     """Codes of one byte times scales."""
 
     dtype: str = ""  # of the codes: F8_E4M3, F8_E5M2 or I8
@@ -324,7 +323,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
-        return Packing(Scaled.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
+        return Packing(ScaledCodes.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
     # Scales of blocks of rows and columns.
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size in the file, is the whole weight
@@ -345,7 +344,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     parts = {SCALE: WeightPart(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
         parts[ZERO] = WeightPart(of.zero, numbers, scales)
-    encoding = Scaled.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
+    encoding = ScaledCodes.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
     return Packing(encoding, of.codes, parts, of.beside)
 
 

@@ -23,6 +23,10 @@ from ..encodings.base import Packing, Tensors
 
 NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fifty
 
+CODES_ALIGNMENT: Final = 8
+"""The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
+the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
+
 
 class WeightClaim(NamedTuple):
     """A weight that a format reads: its tensor by the name and shape that the model knows, and how it is stored."""
@@ -84,12 +88,7 @@ def positive(number: Any) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-CODES_ALIGNMENT: Final = 8
-"""The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
-the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
-
-
-class Sized(Protocol):
+class SizedTensor(Protocol):
     """A tensor with a place in a file."""
 
     @property
@@ -98,7 +97,7 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-def fills_words(tensors: Iterable[Sized]) -> bool:
+def fills_words(tensors: Iterable[SizedTensor]) -> bool:
     """Return whether tensors behind each other each begin at a multiple of their numbers' size, and so does what
     follows."""
     at = 0

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from ...dtypes import ITEM_BYTES, Shape, StoredTensor
 from ...text import from_json
 from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Packing, WeightPart
-from ..encodings.codebook import BOOK, ROW_SCALE, Columns, Grouped
+from ..encodings.codebook import BOOK, ROW_SCALE, Columns, GroupedCodebook
 from ..encodings.expert_stack import one_of, stacked
 from ..encodings.fp4 import WHOLE_SCALE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
@@ -222,7 +222,7 @@ def _grouped(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
     if book is not None and ((book.dtype, book.shape) != ("F32", (16,)) or bits == 6):
         return None
     kind = "F32" if group.dtype == "F32" else "F8_E4M3"
-    encoding = Grouped.shared(
+    encoding = GroupedCodebook.shared(
         (cols, codes.shape[1]), cols, cols=cols, size=size, bits=bits, rotation=rotation, kind=kind, label=layer.form
     )
     parts = {SCALE: WeightPart(group, size, ITEM_BYTES[group.dtype]), ROW_SCALE: WeightPart(row, cols, 4)}

@@ -31,6 +31,11 @@ ACTIVATION_SCALES: Final = ("input_scale", "scale_input", "input_global_scale", 
 CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
 """Last names of scales of the cache of keys and values, and of what attention computes: one number each."""
 
+SIDES: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]]] = MappingProxyType({
+    "hf_quant_config.json": side_section, "quantize_config.json": gptq_section, "quant_config.json": awq_section,
+})  # fmt: skip
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ → the section in their place. Newer releases write one into config.json."""
+
 
 def of_cache(tensors: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the scales of caches, which folders have whose config.json has a section on quantisation."""
@@ -65,12 +70,6 @@ def with_side_file(
     left_over = SIDES[name] is not side_section and not any(key.endswith(".qweight") for key in tensors)
     entries = {} if section(config) or left_over else SIDES[name](settings)
     return {**config, SECTIONS[0]: entries} if entries else config
-
-
-SIDES: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]]] = MappingProxyType({
-    "hf_quant_config.json": side_section, "quantize_config.json": gptq_section, "quant_config.json": awq_section,
-})  # fmt: skip
-"""Files of ModelOpt, AutoGPTQ and AutoAWQ → the section in their place. Newer releases write one into config.json."""
 
 
 def smoothed(config: Mapping[str, Any], folder: Path) -> Iterator[Note]:

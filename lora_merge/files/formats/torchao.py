@@ -29,6 +29,9 @@ BITS_OF_TYPE: Final = {f"int{bits}": bits for bits in range(2, 9)}
 
 ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 400
 
+StoredForm = tuple[Packing | None, Shape]
+"""How a weight is stored, if it is read, and its shape."""
+
 
 class TorchaoTensors(NamedTuple):
     """The tensors of one weight, and what its entry says."""
@@ -40,10 +43,6 @@ class TorchaoTensors(NamedTuple):
     settings: Mapping[str, Any]
     label: str
     beside: frozenset[str]
-
-
-StoredForm = tuple[Packing | None, Shape]
-"""How a weight is stored, if it is read, and its shape."""
 
 
 def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> StoredForm:

@@ -63,37 +63,7 @@ FP8_DTYPES: Final = frozenset(("F8_E4M3", "F8_E5M2"))
 OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 """Parts of last names that show the scale of something else than the weight."""
 
-
-def _states_something(text: str) -> bool:
-    """Return whether an entry of the metadata has a value: neither none nor JSON without content."""
-    if text.strip().lower() in NO_VALUE:
-        return False
-    try:
-        return bool(from_json(text.encode()))
-    except ValueError:
-        return True
-
-
-def _lists_layers(text: str) -> bool:
-    """Return whether ComfyUI's entry names layers; what is no JSON counts as such."""
-    try:
-        entry = from_json(text.encode())
-    except ValueError:
-        return _states_something(text)
-    return bool(entry.get("layers") if isinstance(entry, dict) else entry)
-
-
 NO_VALUE: Final = ("", "none", "null", "false")
-
-METADATA_FORMATS: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
-    LAYERS_ENTRY:            ("ComfyUI's quantisation", _lists_layers),
-    "quantization_config":   (SVDQUANT, _states_something),
-})  # fmt: skip
-"""Entry of the metadata on quantised weights → (the format, whether a value of it shows that format).
-
-These entries describe codes: an output without the codes of its base does not get them, an output with them keeps them,
-and no user writes them (planning/header_entries.py).
-"""
 
 ORDER_ENTRIES: Final = ("version", "checkpoint_format", "packing_format")
 """Entries of a section on quantisation on the order of the numbers."""
@@ -117,8 +87,38 @@ MARKED: Final = (
 )
 
 
+def _states_something(text: str) -> bool:
+    """Return whether an entry of the metadata has a value: neither none nor JSON without content."""
+    if text.strip().lower() in NO_VALUE:
+        return False
+    try:
+        return bool(from_json(text.encode()))
+    except ValueError:
+        return True
+
+
+def _lists_layers(text: str) -> bool:
+    """Return whether ComfyUI's entry names layers; what is no JSON counts as such."""
+    try:
+        entry = from_json(text.encode())
+    except ValueError:
+        return _states_something(text)
+    return bool(entry.get("layers") if isinstance(entry, dict) else entry)
+
+
+METADATA_FORMATS: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
+    LAYERS_ENTRY:            ("ComfyUI's quantisation", _lists_layers),
+    "quantization_config":   (SVDQUANT, _states_something),
+})  # fmt: skip
+"""Entry of the metadata on quantised weights → (the format, whether a value of it shows that format).
+
+These entries describe codes: an output without the codes of its base does not get them, an output with them keeps them,
+and no user writes them (planning/header_entries.py).
+"""
+
+
 @dataclass(frozen=True)
-class Quantised:
+class UnreadParts:
     """The quantised parts of a checkpoint that no format reads."""
 
     how: str = ""  # format and the tensor that shows it, for messages
@@ -164,20 +164,20 @@ def _instead(how: str) -> str:
     return LOADED if how.startswith(SVDQUANT) else MARKED if how.startswith(UNMARKED) else MERGE_UNQUANTISED
 
 
-def together(parts: Mapping[str, Quantised]) -> Quantised:
+def together(parts: Mapping[str, UnreadParts]) -> UnreadParts:
     """Return the quantised parts of all components of a pipeline."""
-    inside = {f"{name}.{part}".removesuffix(".") for name, quantised in parts.items() for part in quantised.parts}
-    how = (f"{quantised.how}, in {name}" for name, quantised in parts.items() if quantised.parts)
-    return Quantised(next(how, ""), frozenset(inside))
+    inside = {f"{name}.{part}".removesuffix(".") for name, unread in parts.items() for part in unread.parts}
+    how = (f"{unread.how}, in {name}" for name, unread in parts.items() if unread.parts)
+    return UnreadParts(next(how, ""), frozenset(inside))
 
 
-def quantised(
+def unread_parts(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
-) -> Quantised:
+) -> UnreadParts:
     """Return the quantised parts of one checkpoint that no format reads."""
     entries = section(config)
     if entries.get("transform_config"):
-        return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
+        return UnreadParts("its weights are rotated, config.json says so by transform_config", frozenset({""}))
     # The tensors that show it, apart from those that a format reads.
     read = {name for name in packed if tensors[name].dtype not in COPIED_TYPES}
     read |= beside(packed)
@@ -189,14 +189,14 @@ def quantised(
         signs = {part: f"{UNMARKED}, it has {name}" for part in signs}
     if signs:
         how = next(iter(signs.values()))
-        return Quantised(_with_method(how, entries), frozenset(signs))
+        return UnreadParts(_with_method(how, entries), frozenset(signs))
     # Otherwise the metadata, or the configuration, if no format reads anything.
     for key, (what, shows) in METADATA_FORMATS.items():
         if key in metadata and not packed and shows(metadata[key]):
-            return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
+            return UnreadParts(f"{what}, its metadata has {key}", frozenset({""}))
     if entries and not packed:
-        return Quantised(f"{entries.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
-    return Quantised()
+        return UnreadParts(f"{entries.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
+    return UnreadParts()
 
 
 def _unmarked(parts: Iterable[str], tensors: Tensors) -> str:

@@ -41,6 +41,14 @@ GEMMA: Final = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+_BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
+
+LLAMA_CPP_NAMES: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
+"""Names of llama.cpp, in any architecture."""
+
+ROTATED_WEIGHTS: Final = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
+NORM: Final = re.compile(r".*norm\.weight")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -63,14 +71,6 @@ FAMILIES: Final = MappingProxyType({
     "phi3": Family("phi3", PHI),
 })  # fmt: skip
 """`general.architecture` → what is known of it."""
-
-_BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
-
-LLAMA_CPP_NAMES: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
-"""Names of llama.cpp, in any architecture."""
-
-ROTATED_WEIGHTS: Final = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
-NORM: Final = re.compile(r".*norm\.weight")
 
 
 def renamed(name: str, family: Family) -> str:

@@ -11,6 +11,15 @@ from typing import Final, NamedTuple
 
 from ...dtypes import Shape
 
+ENCODED_TYPES: Final = frozenset((
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+    "NVFP4", "TQ1_0", "TQ2_0",
+))  # fmt: skip
+"""Quantised types that are decoded, and encoded again."""
+
+DECODED_ONLY_TYPES: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"))
+"""Quantised types that are decoded, never encoded."""
+
 
 class GgmlType(NamedTuple):
     """One type. Blocks run along the last axis."""
@@ -43,14 +52,6 @@ GGML_TYPES: Final = MappingProxyType({
 BY_NUMBER: Final = MappingProxyType({kind.number: name for name, kind in GGML_TYPES.items()})
 """Number in files → name."""
 
-ENCODED_TYPES: Final = frozenset((
-    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
-    "NVFP4", "TQ1_0", "TQ2_0",
-))  # fmt: skip
-"""Quantised types that are decoded, and encoded again."""
-
-DECODED_ONLY_TYPES: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"))
-"""Quantised types that are decoded, never encoded."""
 
 QUANTISED_TYPES: Final = frozenset(name for name, kind in GGML_TYPES.items() if kind.unit[0] > 1)
 """All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` beside the weight, which

@@ -12,6 +12,21 @@ import numpy as np
 from ..grids import Floats, Grid, LevelTable
 from ..reference.floats import Array, decode
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1_LEVELS = LevelTable(E2M1)
+
+Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
+
+PACKED_PLACES: Final = {
+    3: [*([8 * n + p for p in range(3)] for n in range(3)), *([8 * n + p for p in range(3, 6)] for n in range(3)),
+        [6, 7, 22], [14, 15, 23]],
+    5: [*([8 * n + p for p in range(5)] for n in range(5)), [5, 6, 7, 29, 30], [13, 14, 15, 37, 38],
+        [21, 22, 23, 39, 31]],
+    6: [*([8 * n + p for p in range(6)] for n in range(3)), [22, 23, 14, 15, 6, 7]],
+    7: [*([8 * n + p for p in range(7)] for n in range(7)), [55, 47, 39, 31, 23, 15, 7]],
+}  # fmt: skip
+"""Bits → for each number that is packed together the places of its bits in their bytes, the lowest first."""
+
 
 class BadPart(ValueError):
     """The error for a scale that is not a number, or that the format does not allow."""
@@ -88,10 +103,6 @@ def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
 def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
     """Return fp8 numbers without a negative zero."""
     return decode(raw["codes"], encoding.dtype).astype(np.float64), Grid(Floats(encoding.dtype))
-
-
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-E2M1_LEVELS = LevelTable(E2M1)
 
 
 def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
@@ -247,19 +258,6 @@ def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tu
     group = column // (cols // len(scale))
     levels = nibbles(raw["codes"], np.arange(-8.0, 8.0), high_first=False)
     return levels, Grid(LevelTable(np.arange(-8, 8)), scale[group, row], zero[group, row])
-
-
-Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
-
-PACKED_PLACES: Final = {
-    3: [*([8 * n + p for p in range(3)] for n in range(3)), *([8 * n + p for p in range(3, 6)] for n in range(3)),
-        [6, 7, 22], [14, 15, 23]],
-    5: [*([8 * n + p for p in range(5)] for n in range(5)), [5, 6, 7, 29, 30], [13, 14, 15, 37, 38],
-        [21, 22, 23, 39, 31]],
-    6: [*([8 * n + p for p in range(6)] for n in range(3)), [22, 23, 14, 15, 6, 7]],
-    7: [*([8 * n + p for p in range(7)] for n in range(7)), [55, 47, 39, 31, 23, 15, 7]],
-}  # fmt: skip
-"""Bits → for each number that is packed together the places of its bits in their bytes, the lowest first."""
 
 
 def _packed(raw: Any, bits: int) -> Array:

@@ -11,11 +11,9 @@ from typing import Final
 from .formula_input import Formula, FormulaInput, Reference
 from .lycoris import LYCORIS
 from .peft import PEFT
-from .recent import RECENT
 from .rotations import ROTATIONS
-from .transforms import TRANSFORMS
 
-REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **RECENT, **ROTATIONS, **TRANSFORMS})
+REFERENCE: Final = MappingProxyType({**LYCORIS, **PEFT, **ROTATIONS})
 """One row for every row of ALGORITHMS."""
 
 __all__ = ["REFERENCE", "Formula", "FormulaInput", "Reference"]

@@ -1,7 +1,11 @@
-"""Reference formulas of PEFT's low-rank, sparse and scaling tuners. Plain float64; `algorithms/` names the papers."""
+"""Reference formulas of PEFT's tuners, without those that turn by blocks (rotations.py).
+
+Plain float64; `algorithms/` names the papers.
+"""
 
 from __future__ import annotations
 
+from math import comb
 from types import MappingProxyType
 from typing import Final
 
@@ -10,6 +14,11 @@ import numpy as np
 from .floats import Array
 from .formula_input import FormulaInput, Reference
 from .lycoris import expert_rows, lora, triples
+from .rotations import bounded, cayley, series, triangles
+
+COMPUTED: Final = frozenset(f"db{n}" for n in range(1, 11))
+"""Daubechies' wavelets whose filters are computed from their definition. For longer ones that loses digits; their
+filters, and those of other families, are the tables of PyWavelets."""
 
 
 def adalora(g: FormulaInput) -> Array:
@@ -276,6 +285,167 @@ def vera(g: FormulaInput) -> Array:
     return g.some("out_scale").reshape(-1, 1) * (up[g.rows] @ inner)
 
 
+def glora(g: FormulaInput) -> Array:
+    """Return W ⊙ A + B."""
+    return g.w * _letter(g, "a") + _letter(g, "b")
+
+
+def glora_bias(g: FormulaInput) -> Array:
+    """Return b ⊙ D + E + W C; where the adapter has its own b, plus its difference to the base's."""
+    column = g["c"] if "c" in g.slots else g["c_up"] @ g["c_down"]
+    trained = g["trained"].reshape(-1, 1)[g.rows] if "trained" in g.slots else g.w
+    change = trained - g.w + g["weight"][g.rows] @ column.reshape(-1, 1)
+    for slot, factor in (("d", trained), ("e", np.ones_like(g.w))):
+        value = g[slot].reshape(-1, 1)
+        change = change + (value if len(value) == 1 else value[g.rows]) * factor
+    return change
+
+
+def _letter(g: FormulaInput, name: str) -> Array:
+    if name not in g.slots:
+        return g[f"{name}_up"][g.rows] @ g[f"{name}_down"]
+    value = g[name]
+    return value if len(value) == 1 and g.out > 1 else value[g.rows]
+
+
+def psoft(g: FormulaInput) -> Array:
+    """Return B (R − I) A."""
+    left, right = g.some("left"), g["right"]
+    rank = len(right)
+    turned = _turned(g) if g.settings["orthogonal"] else g["turn"]
+    if "rows" in g.slots:
+        turned = np.diag(g["rows"].reshape(-1)) @ turned
+    if "columns" in g.slots:
+        turned = turned @ np.diag(g["columns"].reshape(-1))
+    return np.asarray(left @ ((turned - np.eye(rank)) @ right))
+
+
+def _turned(g: FormulaInput) -> Array:
+    """Return (I + Q)(I − Q)⁻¹, or PEFT's series for it: all powers doubled but the first and the last."""
+    skew = bounded(triangles(g["turn"].reshape(1, -1)), g.settings["limit"])
+    terms = int(g.settings["terms"])
+    return np.asarray((series(skew, terms, doubled_last=False) if terms else cayley(-skew))[0])
+
+
+def adamss(g: FormulaInput) -> Array:
+    """Return the product of each group's own factors and the subspace that all groups share."""
+    inputs = g["weight"].shape[1]
+    space = g["space"][:, inputs:] if len(g.shape) == 1 else g["space"][:, :inputs]
+    count = sum(slot.startswith("up_") for slot in g.slots)
+    stacked = np.concatenate([g[f"up_{i}"] @ g[f"down_{i}"] for i in range(count)])
+    return np.asarray(stacked[g.places("order", g.out)[g.rows]] @ space)
+
+
+def tinylora(g: FormulaInput) -> Array:
+    """Return B (Σ v P) A."""
+    inner = sum(value * matrix for value, matrix in zip(g["vector"].reshape(-1), g["mixed"], strict=True))
+    return np.asarray(g.some("up") @ (inner @ g["down"]))
+
+
+def frod(g: FormulaInput) -> Array:
+    """Return U (S + diag(l)) Vᵀ − W."""
+    basis, inner = g["basis"], np.diag(g["diagonal"].reshape(-1))
+    singular = np.linalg.matrix_rank(basis) < len(basis)
+    turned = g.all_w @ (np.linalg.pinv(basis, rcond=1e-6) if singular else np.linalg.inv(basis)).T
+    length = np.sqrt(np.sum(turned * turned, axis=0))
+    unit = np.divide(turned, length, out=np.zeros_like(turned), where=length > 1e-12)
+    rows, columns = g.places("places", g.cols).reshape(2, -1)
+    np.add.at(inner, (rows, columns), g["values"].reshape(-1))
+    return np.asarray(unit[g.rows] @ inner @ basis.T - g.w)
+
+
+def lora_blocks(g: FormulaInput) -> Array:
+    """Return B_j A_j in the rows of each layer j."""
+    ups = [g[slot] for slot in sorted(slot for slot in g.slots if slot.startswith("up_"))]
+    parts = [up @ down for up, down in zip(ups, np.split(g["down"], len(ups)), strict=True)]
+    return np.asarray(g.numbers["scale"] * np.concatenate(parts)[g.rows])
+
+
+def lora_xs(g: FormulaInput) -> Array:
+    """Return U M Vᵀ."""
+    return np.asarray(g.numbers["scale"] * (g.some("left") @ (g["core"] @ g["right"].T)))
+
+
+def bora(g: FormulaInput) -> Array:
+    """Return V with the lengths of its rows, then of its columns, replaced, minus W."""
+    v = g.all_w + g.numbers["scale"] * (g["up"] @ g["down"])
+    v = g["rows"].reshape(-1, 1) * v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12)
+    v = g["columns"].reshape(1, -1) * v / np.maximum(np.linalg.norm(v, axis=0, keepdims=True), 1e-12)
+    return np.asarray((v - g.all_w)[g.rows])
+
+
+def _low_pass(moments: int) -> Array:
+    """Return Daubechies' reconstruction filter from the zeros of its polynomial."""
+    y = np.polynomial.Polynomial([comb(moments - 1 + k, k) for k in range(moments)]).roots().astype(complex)
+    zeros = [min(np.roots([1, 4 * zero - 2, 1]), key=abs) for zero in y]
+    filled = np.real(np.poly([*zeros, *[-1.0] * moments]))
+    return np.asarray(filled * np.sqrt(2) / filled.sum())
+
+
+def _synthesis(taps: Array, count: int) -> Array:
+    """Return [2 · count − len + 2, count]: column j holds the filter from row 2j on, the ends cut."""
+    whole = np.zeros((2 * count + len(taps) - 2, count))
+    for j in range(count):
+        whole[2 * j : 2 * j + len(taps), j] = taps
+    cut = len(taps) - 2
+    return whole[cut : len(whole) - cut]
+
+
+def waveft(g: FormulaInput) -> Array:
+    """Return a matrix of few coefficients, or the inverse wavelet transform of its four bands."""
+    rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
+    values = g["spectrum"].reshape(-1) * g.numbers["scale"]
+    if not g.settings["transform"]:
+        plain = np.zeros((g.out, g.cols))
+        plain[rows, cols] = values
+        return plain[g.rows]
+    family = str(g.settings["family"])
+    low = _low_pass(int(family[2:])) if family in COMPUTED else g["filters"].reshape(2, -1)[0]
+    high = low[::-1] * (-1.0) ** np.arange(len(low))
+    height, width = ((n + len(low) - 1) // 2 * 2 for n in (g.out, g.cols))
+    dense = np.zeros((height, width))
+    dense[rows + (height - g.out) // 2, cols + (width - g.cols) // 2] = values
+    down, across = ([_synthesis(taps, n // 2) for taps in (low, high)] for n in (height, width))
+    h, w = height // 2, width // 2
+    bands = ((0, 0, dense[:h, :w]), (1, 0, dense[:h, w:]), (0, 1, dense[h:, :w]), (1, 1, dense[h:, w:]))
+    done = sum(down[a] @ band @ across[b].T for a, b, band in bands)
+    return np.asarray(done)[g.rows, : g.cols]
+
+
+def _activation(name: str, x: Array) -> Array:
+    """Return an activation by its definition; numpy has no error function, so GELU uses the standard library's."""
+    from math import erf, pi, sqrt
+
+    logistic = 1 / (1 + np.exp(-x))
+    softplus = np.logaddexp(0, x)
+    formulas = {
+        "relu": np.maximum(x, 0), "relu6": np.clip(x, 0, 6), "leaky_relu": np.where(x < 0, 0.01 * x, x),
+        "tanh": np.tanh(x), "sigmoid": logistic, "silu": x * logistic, "swish": x * logistic,
+        "mish": x * np.tanh(softplus), "gelu": x / 2 * (1 + np.vectorize(erf)(x / sqrt(2))),
+        "gelu_pytorch_tanh": x / 2 * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),
+    }  # fmt: skip
+    return np.asarray(formulas[name])
+
+
+def peanut(g: FormulaInput) -> Array:
+    """Return the output of a small network with mirrored shortcuts, whose input is the weight's columns."""
+    name, depth = str(g.settings["activation"]), int(g.settings["depth"])
+    states = [_activation(name, g["down"] @ g.all_w)]
+    for i in range(depth):
+        states.append(_activation(name, g[f"encoder_{i}"] @ states[-1]))
+    hidden = states.pop()
+    for i in range(depth):
+        hidden = _activation(name, g[f"decoder_{i}"] @ hidden) + states.pop()
+    return g.numbers["scale"] * (g.some("up") @ hidden)
+
+
+def unilora(g: FormulaInput) -> Array:
+    """Return the product of two factors whose entries are entries of one vector."""
+    theta = g["bank"].reshape(-1)
+    up = theta[g.places("up_choice", len(theta))[g.rows]] * g.some("up_weight")
+    return np.asarray(up @ (theta[g.places("down_choice", len(theta))] * g["down_weight"]))
+
+
 PEFT: Final = MappingProxyType({
     "adalora": Reference(adalora), "lora_bias": Reference(lora_bias), "lora_embedding": Reference(embedding),
     "lora_experts": Reference(experts), "lora_experts_transposed": Reference(experts),
@@ -290,4 +460,9 @@ PEFT: Final = MappingProxyType({
     "road": Reference(road), "shira": Reference(shira), "supertuning": Reference(supertuning),
     "vblora": Reference(vblora), "vblora_top": Reference(vblora_top), "vera": Reference(vera),
     "pvera": Reference(vera),
+    "peft_glora": Reference(glora), "peft_glora_bias": Reference(glora_bias), "psoft": Reference(psoft, whole=True),
+    "adamss": Reference(adamss, whole=True), "tinylora": Reference(tinylora),
+    "lora_blocks": Reference(lora_blocks), "lora_xs": Reference(lora_xs), "bora": Reference(bora, whole=True, loss=8),
+    "frod": Reference(frod, whole=True, loss=64),
+    "waveft": Reference(waveft), "peanut": Reference(peanut, whole=True), "unilora": Reference(unilora),
 })  # fmt: skip

@@ -62,7 +62,7 @@ class Confirmation:
 
 
 @dataclass
-class _Planned:
+class _PlannedModule:
     """One module, as the plan has it."""
 
     name: str
@@ -140,21 +140,21 @@ def _as_floats(base: Index) -> Mapping[str, StoredTensor]:
     return {**base.tensors, **{key: replace(base.tensors[key], dtype="F32") for key in base.packed}}
 
 
-def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Planned]:
+def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _PlannedModule]:
     """Return (number of the adapter, name of one of its tensors) → the module that the plan gives the tensor to."""
-    modules: dict[tuple[int, str], _Planned] = {}
-    patches: dict[tuple[int, str], _Planned] = {}
+    modules: dict[tuple[int, str], _PlannedModule] = {}
+    patches: dict[tuple[int, str], _PlannedModule] = {}
     for target in targets:
         for use in target.uses:
             number, module = use.patch.adapter, use.patch.module
-            planned = modules.setdefault((number, module.where), _Planned(module.where))
+            planned = modules.setdefault((number, module.where), _PlannedModule(module.where))
             planned.uses.append((target.name, use))
             for info in module.slots.values():
                 patches[number, info.name] = planned  # the last module, for a tensor that several share
     return patches
 
 
-def _of_original(claim: ModuleClaim, planned: Sequence[_Planned], shapes: Mapping[str, Shape]) -> ModuleClaim:
+def _of_original(claim: ModuleClaim, planned: Sequence[_PlannedModule], shapes: Mapping[str, Shape]) -> ModuleClaim:
     """Return the claim of a module that the file holds twice, with the tensors of the module that is applied.
 
     They are found by their place, as the names may be any that the planner takes for one. The account of the adapter's
@@ -170,7 +170,7 @@ def _of_original(claim: ModuleClaim, planned: Sequence[_Planned], shapes: Mappin
     return claim
 
 
-def _compare(claim: ModuleClaim, planned: Sequence[_Planned], path: Path, shapes: Mapping[str, Shape]) -> None:
+def _compare(claim: ModuleClaim, planned: Sequence[_PlannedModule], path: Path, shapes: Mapping[str, Shape]) -> None:
     """Raise VerificationFailed unless the plan has the claim's places, tensors and numbers."""
     if len(planned) > 1:
         raise _disagreement(claim, path, "the tensors of one module are applied as those of several",

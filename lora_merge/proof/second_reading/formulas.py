@@ -15,6 +15,10 @@ from .scales import ModuleScales
 IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
 """The beginnings of the types of models whose class of experts is marked `is_transposed` (transformers 5)."""
 
+STACKED: Final = ("lora_stacked", "lora_stacked_down", "lora_stacked_up")
+
+LOW_RANK: Final = (*STACKED, "lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
+
 
 def fits(group: Group, shape: Shape) -> bool:
     """Return whether the tensors have the axes and the sizes that a weight of this shape needs."""
@@ -83,11 +87,6 @@ def _fits_below(s: Stored, shape: Shape) -> bool:
     """Check LongCat-Video: the up factors fill the rows, one below the other."""
     ups = [size for slot, size in s.items() if slot.startswith("up_")]
     return sum(size[0] for size in ups) == shape[0] and s["down"][0] == sum(size[1] for size in ups)
-
-
-STACKED: Final = ("lora_stacked", "lora_stacked_down", "lora_stacked_up")
-
-LOW_RANK: Final = (*STACKED, "lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
 
 
 def _started(kind: str, numbers: ModuleScales, stem: str) -> str | None:

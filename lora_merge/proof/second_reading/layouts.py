@@ -23,6 +23,19 @@ EQUAL: Final = "equal"  # parts of as many rows each
 FIRST_SQUARE: Final = "first square"  # the first part has as many rows as the layer has inputs, the others the rest
 ALL_BUT_LAST_SQUARE: Final = "all but the last square"  # each but the last has as many rows as the layer has inputs
 
+RESNET: Final = MappingProxyType({
+    "in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2", "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
+})  # fmt: skip
+"""The parts of a residual block in the UNet of Stable Diffusion."""
+
+ATTENTION: Final = (
+    "proj_in", "proj_out", "norm",
+    *(f"transformer_blocks.#.{a}.{p}" for a in ("attn1", "attn2") for p in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"transformer_blocks.#.{p}" for p in ("ff.net.0.proj", "ff.net.2", "norm1", "norm2", "norm3")),
+)  # fmt: skip
+"""The parts of an attention block in that UNet, which both layouts call alike."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -54,20 +67,6 @@ def _line(row: str) -> Line:
     parent, grandparent = parts[0].rpartition(".")[0], parts[0].rsplit(".", 2)[0]
     full = (grandparent + p[1:] if p.startswith("..") else parent + p if p[0] == "." else p for p in parts)
     return Line(left, tuple(full), split)
-
-
-RESNET: Final = MappingProxyType({
-    "in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2", "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
-})  # fmt: skip
-"""The parts of a residual block in the UNet of Stable Diffusion."""
-
-ATTENTION: Final = (
-    "proj_in", "proj_out", "norm",
-    *(f"transformer_blocks.#.{a}.{p}" for a in ("attn1", "attn2") for p in ("to_q", "to_k", "to_v", "to_out.0")),
-    *(f"transformer_blocks.#.{p}" for p in ("ff.net.0.proj", "ff.net.2", "norm1", "norm2", "norm3")),
-)  # fmt: skip
-"""The parts of an attention block in that UNet, which both layouts call alike."""
 
 
 def _unet() -> Iterator[Line]:

@@ -16,6 +16,11 @@ from .layouts import Shape
 
 Stored = Mapping[str, Shape]
 
+VECTOR: Final = "tinylora_v.0"
+"""TinyLoRA's numbers where all layers share them; of several, the model's code decides which a layer takes."""
+
+LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
+
 
 @dataclass(frozen=True)
 class ModuleFacts:
@@ -216,11 +221,6 @@ def _supra_scale(k: ModuleFacts) -> float:
 def _seeded(name: str, default: int) -> Callable[[ModuleFacts], Mapping[str, Any]]:
     return lambda k: {"seed": int(k.number(name, default))}
 
-
-VECTOR: Final = "tinylora_v.0"
-"""TinyLoRA's numbers where all layers share them; of several, the model's code decides which a layer takes."""
-
-LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 
 METHOD_ROWS: Final[Mapping[str, MethodRow]] = MappingProxyType({
     "adalora": MethodRow("ADALORA", {"lora_A": "down", "lora_B": "up", "lora_E": "values"}, _pair(),

@@ -85,6 +85,8 @@ HEAD_ORDERS: Final = (
 after those of another in the original shards, all of q, then k, then v in single files
 (diffusers loaders/single_file_utils.py, `qkv_layout`)."""
 
+_CONTAINER: Final = re.compile("|".join(map(re.escape, CONTAINERS)))  # the first that fits
+
 
 class BaseRows(NamedTuple):
     """Rows [start, stop) of a stored tensor that is `cols` wide when seen as a matrix."""
@@ -250,9 +252,6 @@ def _stacked(parts: list[WeightPlace | None]) -> WeightPlace | None:
         return None
     rows = tuple(r for p in places for r in p.rows)
     return WeightPlace(rows, (sum(p.shape[0] for p in places), *places[0].shape[1:]), places[0].network)
-
-
-_CONTAINER: Final = re.compile("|".join(map(re.escape, CONTAINERS)))  # the first that fits
 
 
 def _container(key: str) -> str:
