@@ -24,6 +24,7 @@ from .options import (
     BLOCK_WEIGHTS,
     GIVE_STATE_DICT,
     REGEX,
+    TOKENIZERS,
     OnOverflow,
     Rounding,
     Unmatched,
@@ -72,9 +73,6 @@ MOST_ADAPTERS: Final = 1000
 
 MODEL_FILES: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a folder is known as a model or an adapter."""
-
-TOKENIZERS: Final = ("adapter", "base")
-"""The values of `--tokenizer` that are no path."""
 
 MOST_PARTS: Final = 500
 """Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""

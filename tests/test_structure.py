@@ -163,7 +163,7 @@ NAMING = (
 
 WORDS = {("batch/schema_errors.py", "lora"), ("report.py", "full"), ("options.py", "full"), ("comfyui/loaders.py", "lora"),
          ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("recipes/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
-         ("adapters/network_settings.py", "lokr"), *(("option_texts.py", name) for name in ("lora", "full", "lokr"))}  # fmt: skip
+         ("adapters/network_settings.py", "lokr"), ("option_texts.py", "full"), *(("options.py", name) for name in ("lora", "lokr"))}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, a value of --algorithm, Python's set."""
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..adapter_options import KEEP
 from ..command import Request
 from ..disk.destination import check_output
 from ..errors import FitError
 from ..models.part_factors import or_leave_out
+from ..options import KEEP
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from .adapter_dialect import spelling_of, without_base

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..command import Request
 from ..disk.destination import check_output
@@ -24,7 +23,7 @@ from ..files.folder_layouts import PEFT_PREFIX
 from ..matching.formula import ALPHA_SETTING
 from ..models.blocks import network_of
 from ..models.names import Names
-from ..options import pairs
+from ..options import KEEP, pairs
 from ..paths import is_folder, names_folder, output_file
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
-from ..adapter_options import KEEP
 from ..adapters.modules import Module
 from ..adapters.peft.methods import PEFT_METHODS
 from ..adapters.suffixes import LORA_ROWS, SUFFIXES
@@ -18,6 +17,7 @@ from ..errors import UsageError
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, LOOSE, UNSURE
 from ..models.network import Component
+from ..options import KEEP
 from ..text import shown
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""

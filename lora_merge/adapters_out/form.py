@@ -12,12 +12,12 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape, StoredTensor
 from ..errors import FitError
 from ..merge_methods import COMBINATIONS
+from ..options import KEEP
 from ..text import Note, size
 from .dialects import Dialect
 from .groups import Filled, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change

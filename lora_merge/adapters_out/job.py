@@ -10,7 +10,6 @@ from os import sep
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
@@ -22,7 +21,7 @@ from ..files.folder_layouts import FOLDER_CONFIGS
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, finite, pairs, whole, without_part
+from ..options import ADAPTER_OPTIONS, KEEP, MEANT, OF_MERGE, OPTIONS, dtype_name, finite, pairs, whole, without_part
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
@@ -51,12 +50,12 @@ def algorithm_in(algorithm: str, to: Dialect) -> str:
 AUTO_FORMAT: Final = "auto"
 """The format of `extract` that the architecture of the base decides."""
 
-CHANGES, SKIP, ERROR = "diff", "skip", "error"
-OTHERS: Final = (CHANGES, SKIP, ERROR)
+OTHERS: Final = ADAPTER_OPTIONS["others"].words
+CHANGES, SKIP, ERROR = OTHERS
 """The values of `--others`: what becomes of biases, norms and other vectors that changed."""
 
-OF_CHANGES, OF_TENSORS = "delta", "factors"
-SPACES: Final = (OF_CHANGES, OF_TENSORS)
+SPACES: Final = ADAPTER_OPTIONS["space"].words
+OF_CHANGES, OF_TENSORS = SPACES
 """The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
 
 TYPED: Final = {"number": finite, "whole": whole}

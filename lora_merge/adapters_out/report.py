@@ -8,9 +8,9 @@ from math import fsum, sqrt
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapter_options import KEEP
 from ..change_statistics import Groups
 from ..facts import Fact, line, rows_in_python, share_of, times
+from ..options import KEEP
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, target
 from ..text import Note, Shown, json_text, listed, plural, size

@@ -22,11 +22,11 @@ from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_a
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
-from ..job import TOKENIZERS, Adapter, Job, validated
+from ..job import Adapter, Job, validated
 from ..merge_methods import METHODS, PARAMETER_NAMES, SUM
 from ..models.parts import as_typed
 from ..option_texts import in_jobs_file
-from ..options import BLOCK_WEIGHTS, number, without_part
+from ..options import BLOCK_WEIGHTS, JOB_OPTIONS, TOKENIZERS, number, without_part
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import job_at
@@ -35,7 +35,7 @@ from ..recipes.commands import COMMANDS
 from ..sources.inputs import locate
 from ..text import plural, shown
 from .input_patterns import Search
-from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
+from .schema import AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import DATA, OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter

@@ -23,15 +23,11 @@ from pydantic import (
 )
 
 from ..adapter_arguments import right_form
-from ..adapter_options import ADAPTER_OPTIONS
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, missing_unit, parse_size
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
+from ..options import ADAPTER_OPTIONS, BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
 from ..recipes.commands import COMMANDS
 from ..text import beginning, is_finite
-
-JOB_OPTIONS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
-"""All options of jobs."""
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""
