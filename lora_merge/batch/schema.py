@@ -28,7 +28,7 @@ from pydantic import (
 from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import UsageError
-from ..job import MOST_ADAPTERS, missing_unit, parse_size
+from ..job import LEAST_LIMIT, MOST_ADAPTERS, memory_limit
 from ..options import ADAPTER_OPTIONS, BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
 from ..recipes.commands import ADAPTERS, BASE, COMMANDS
 from ..text import beginning, is_finite
@@ -103,13 +103,13 @@ Scalar: TypeAlias = Annotated[
 
 
 def _size(value: Any) -> Any:
-    try:
-        if isinstance(value, int | str) and not isinstance(value, bool) and parse_size(value):
-            if str(value).strip().isdigit() and (unit := missing_unit(int(value))):
-                raise ValueError(f"{value} is a number of bytes; write {value}{unit}")
-            return value
-    except UsageError:
-        pass
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            if memory_limit(value):
+                return value
+        except UsageError as e:
+            if e.suggestion:
+                raise ValueError(f"{e.what}; write {e.suggestion[-1]}") from None
     raise ValueError(f"{repr(beginning(value, 40))[:40]} is not a size; write it like 512MiB or 4GB")
 
 
@@ -148,8 +148,8 @@ def _rule(value: Any) -> Any:
 
 Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
-    "type": ["string", "integer"], "minimum": 1_000_000,
-    "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{6,}|\d+\s*[Bb])\s*$",
+    "type": ["string", "integer"], "minimum": LEAST_LIMIT,
+    "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{5,}|\d+\s*[Bb])\s*$",
 })]  # fmt: skip
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({
     "type": "string", "pattern": f"^({DEVICE})$",

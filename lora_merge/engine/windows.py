@@ -19,7 +19,7 @@ from ..disk.system import has_gpu
 from ..dtypes import Memory, Source, StoredTensor
 from ..errors import ResourceError
 from ..files.encodings.base import Encoding
-from ..job import Job, missing_unit
+from ..job import Job
 from ..planning.plan import OutputTensor, Plan
 from .row_blocks import Block, blocks
 
@@ -188,10 +188,6 @@ class Window:
         return at
 
 
-SMALLEST_SIZE: Final = 1000
-"""Bytes of the smallest size that was typed with a unit."""
-
-
 def window_room(job: Job, workers: int = 1) -> int:
     """Return the most bytes of a window's output, and of its input; ResourceError if the job's limit is too low."""
     limit, job = job.max_memory, replace(job, max_memory=job.max_memory // workers)
@@ -199,10 +195,8 @@ def window_room(job: Job, workers: int = 1) -> int:
     if room < SMALLEST_WINDOW:
         least = (3 if on_gpu(job) else 2) * SLOTS * SMALLEST_WINDOW * workers
         shared = f", shared by {workers} workers" if workers > 1 else ""
-        unit = missing_unit(limit) if limit < SMALLEST_SIZE else ""
-        enough = f"{limit}{unit}" if unit else f"{least >> 20}MiB"
         raise ResourceError("the memory limit is too low", f"`--max-memory {limit}`{shared}",
-                         f"write `--max-memory {enough}`")  # fmt: skip
+                         f"write `--max-memory {least >> 20}MiB`")  # fmt: skip
     return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)
 
 
