@@ -178,8 +178,7 @@ def test_algorithms_are_asked_for_by_name_in_tables_alone() -> None:
     assert {(place, name) for place, name in found if not place.startswith(NAMING)} == WORDS
 
 
-COMPARING = {"adapters_out/dialects.py", "adapters_out/extract/extract_modules.py", "adapters_out/extract/run.py",
-             "adapters_out/form.py", "adapters_out/job.py", "adapters_out/peft/config.py"}  # fmt: skip
+COMPARING = {"adapters_out/form.py", "adapters_out/job.py", "adapters_out/peft/config.py"}
 """Modules that ask for the form of an adapter that is written, by the name of its row."""
 
 

@@ -217,7 +217,7 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
     cut = [layer for layer in layers if "rank_for_energy" in layer]
     squares = fsum(layer["norm"] ** 2 for layer in layers)
     left_out = fsum(layer["norm"] ** 2 * layer["left_out"] for layer in cut) / squares
-    nearest = job.algorithm not in (*STORED_AS, KEEP)  # the nearest product of another form, such as lokr
+    nearest = job.algorithm not in (*STORED_AS, KEEP)  # the nearest product of another form
     exactly = job.rules.all_are(EXACT) or job.keeps_forms
     ranks = None
     if not nearest and (left_out < (1 - report.energy) / 2 if cut else exactly):  # rounding took more than the ranks
