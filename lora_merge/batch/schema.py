@@ -29,7 +29,7 @@ from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import UsageError
 from ..job import LEAST_LIMIT, MOST_ADAPTERS, memory_limit
-from ..options import ADAPTER_OPTIONS, BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, JOB_OPTIONS, OPTIONS, Kind, Option, number, spelled
 from ..recipes.commands import ADAPTERS, BASE, COMMANDS
 from ..text import beginning, is_finite
 from .short_form import JOB, WHOLE_FILE_FIELDS
@@ -218,38 +218,24 @@ def _field(option: Option) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class Options(_Strict):
-        """The options of `lora-merge merge`, under the same names."""
+        """The options of all commands, under the names of the command line."""
 
 else:
     Options = create_model(
         "Options",
         __base__=_Strict,
-        __doc__="What `lora-merge merge` takes as options; names are the same.",
-        **{name: _field(option) for name, option in OPTIONS.items() if option.in_batch},
+        __doc__="The options of all commands, under the names of the command line.",
+        **{name: _field(option) for name, option in JOB_OPTIONS.items() if option.in_batch},
     )
 
 
-if TYPE_CHECKING:
-
-    class CommandOptions(Options):
-        """The further options of the commands that write adapters."""
-
-else:
-    CommandOptions = create_model(
-        "CommandOptions",
-        __base__=Options,
-        __doc__="Further fields of the commands that write adapters.",
-        **{name: _field(option) for name, option in ADAPTER_OPTIONS.items()},
-    )
-
-
-def stated_fields(options: CommandOptions) -> dict[str, Any]:
+def stated_fields(options: Options) -> dict[str, Any]:
     """Return the options of a job, or of the defaults, that were given."""
-    names = CommandOptions.model_fields
+    names = Options.model_fields
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-class JobDefaults(CommandOptions):
+class JobDefaults(Options):
     """Values for every job that does not state its own; a command that has no such option ignores it."""
 
     command: Literal[tuple(COMMANDS)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
@@ -359,7 +345,7 @@ def _is(*commands: str) -> JsonSchema:
 
 def _command(name: str) -> JsonSchema:
     """Return that a job has no options but those of its command, and not more adapters than that takes."""
-    others = CommandOptions.model_fields.keys() - {*COMMANDS[name].fields}
+    others = Options.model_fields.keys() - {*COMMANDS[name].fields}
     rule: JsonSchema = {} if COMMANDS[name].several else {"adapters": {"maxItems": 1}}
     return {"properties": {option: {"type": "null"} for option in sorted(others)} | rule}
 
