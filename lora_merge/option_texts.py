@@ -74,10 +74,11 @@ def as_number(text: str, option: str, *, whole: bool) -> float:
         raise UsageError(f"{text[:40]!r} is not a {kind}", option, fix) from e
 
 
-def _rule(option: Option, text: str) -> tuple[str, str]:
-    part, equals, rule = text.rpartition("=")
-    if not equals:
-        raise UsageError(f"{text[:80]!r} does not give a part and its rule", option.flag, "write it like te=8")
+def part_rule(text: str) -> tuple[str, str]:
+    """Return ("te", "8") for "te=8"."""
+    part, _, rule = text.rpartition("=")
+    if not (part and rule):
+        raise UsageError(f"{text[:80]!r} does not give a part and its rule", "--rank-for", "write it like te=8")
     return part, rule
 
 
@@ -102,7 +103,7 @@ SPELLINGS: Final[Mapping[Kind, Spelling]] = MappingProxyType({
     "texts": Spelling(lambda _, words: [*words], lambda value: value),
     "settings": Spelling(lambda _, words: dict(map(parsed_setting, words)), _as_pairs),
     "entries": Spelling(lambda _, words: dict(map(metadata_entry, words)), _as_pairs),
-    "rules": Spelling(lambda o, words: dict(_rule(o, word) for word in words), _as_pairs),
+    "rules": Spelling(lambda _, words: dict(map(part_rule, words)), _as_pairs),
 })  # fmt: skip
 """Kind of an option → its spelling; a value of another kind is its one word."""
 

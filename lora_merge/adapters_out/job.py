@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from numbers import Real
@@ -326,11 +326,3 @@ def _alpha(value: Any) -> str | float:
         raise UsageError(f"alpha cannot be {shown(value)!r}", "--alpha",
                          f"use rank, keep or a number from {LEAST_ALPHA:g} to {1 / LEAST_ALPHA:g}")  # fmt: skip
     return number
-
-
-def strings(values: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
-    part_rules = [tuple(text.rpartition("=")[::2]) for text in values]
-    if wrong := next((t for t, p in zip(values, part_rules, strict=True) if not all(p)), None):
-        raise UsageError(f"{wrong[:40]!r} does not name a part and its rule", "--rank-for", "write it as PART=RULE")
-    return [(part, rule) for part, rule in part_rules]
