@@ -21,7 +21,17 @@ from ..files.folder_layouts import FOLDER_CONFIGS
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import ADAPTER_OPTIONS, KEEP, MEANT, OF_MERGE, OPTIONS, dtype_name, finite, pairs, whole, without_part
+from ..options import (
+    ADAPTER_OPTIONS,
+    KEEP,
+    MEANT,
+    OF_MERGE,
+    OPTIONS,
+    checked_value,
+    dtype_name,
+    pairs,
+    without_part,
+)
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
@@ -57,9 +67,6 @@ CHANGES, SKIP, ERROR = OTHERS
 SPACES: Final = ADAPTER_OPTIONS["space"].words
 OF_CHANGES, OF_TENSORS = SPACES
 """The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
-
-TYPED: Final = {"number": finite, "whole": whole}
-"""Kind of an option → the check of its value."""
 
 RANK_OPTIONS: Final = ("rank", "conv_rank", "max_rank", "rank_for")
 """The options that state a rule for ranks."""
@@ -253,8 +260,8 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UsageError(f"{request.command.name} has no such option", f"--{stray.replace('_', '-')}",
                          f"leave it out, or use one of {known}")  # fmt: skip
     for name, value in {**of_merge, **stated}.items():
-        if name in rows and isinstance(value, str) and rows[name].kind in TYPED:
-            TYPED[rows[name].kind](value, rows[name].flag)  # raises
+        if name in rows and isinstance(value, str) and rows[name].kind in ("number", "whole"):
+            checked_value(rows[name], value)  # raises
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
                          f"write `--{missing} 16`")  # fmt: skip
