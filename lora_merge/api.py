@@ -350,7 +350,7 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     """
     from .facts import Facts
     from .viewing.inspect import inspect as look
-    from .viewing.text import rows
+    from .viewing.inspect_rows import rows
 
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
         ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]

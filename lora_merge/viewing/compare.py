@@ -20,8 +20,8 @@ from ..progress import Progress, counted, unwatched
 from ..text import by_reason, is_finite, json_text, listed, plural, size
 from .base import recipes_of
 from .compare_verdict import adapter_verdict, model_verdict, signed
+from .inspect_rows import typed_parts
 from .json_schemas import schema
-from .text import typed_parts
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
