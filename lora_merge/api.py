@@ -16,8 +16,7 @@ from .addresses import downloads_in
 from .algorithms.lora import LORA
 from .boundary import public
 from .command import MERGE, Request
-from .disk.destination import OUTPUT_EXISTS
-from .errors import AdapterAsBase, MergeError, UsageError
+from .errors import AdapterAsBase, MergeError, OutputExists, UsageError
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .merge_methods import SUM
@@ -351,7 +350,7 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     """
     from .facts import Facts
     from .viewing.inspect import inspect as look
-    from .viewing.text import rows
+    from .viewing.inspect_rows import rows
 
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
         ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
@@ -618,8 +617,8 @@ def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
 def _run(request: Request, progress: bool | Progress) -> Any:  # noqa: FBT001  # as the caller's
     try:
         return run_request(request, progress)
-    except UsageError as e:
-        raise (e.what == OUTPUT_EXISTS and _second_adapter(request, Path(e.where))) or e from e.__cause__
+    except OutputExists as e:
+        raise _second_adapter(request, Path(e.where)) or e from e.__cause__
     except AdapterAsBase as e:
         raise AdapterAsBase(e.what, e.where, _in_order(request) or e.fix.written) from e.__cause__
 

@@ -122,6 +122,10 @@ class PartWithoutEffect(UsageError):
         return self
 
 
+class OutputExists(UsageError):
+    """The output is there, and may not be replaced."""
+
+
 class InputError(MergeError):
     """An input is missing, damaged, malicious or of a kind that cannot be merged."""
 

@@ -24,6 +24,7 @@ from .options import (
     BLOCK_WEIGHTS,
     GIVE_STATE_DICT,
     REGEX,
+    TOKENIZERS,
     OnOverflow,
     Rounding,
     Unmatched,
@@ -72,9 +73,6 @@ MOST_ADAPTERS: Final = 1000
 
 MODEL_FILES: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a folder is known as a model or an adapter."""
-
-TOKENIZERS: Final = ("adapter", "base")
-"""The values of `--tokenizer` that are no path."""
 
 MOST_PARTS: Final = 500
 """Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""
@@ -191,9 +189,18 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
     return int(size)
 
 
-def missing_unit(number: int) -> str:
-    """Return the unit that a small number of bytes, such as 4, was probably meant with; "" for a larger one."""
-    return "" if not 0 < number < 1_000_000 else "GB" if number <= 64 else "MB"
+LEAST_LIMIT: Final = 100_000  # bytes of memory; a smaller number was probably meant in MB or GB
+
+
+def memory_limit(text: str | int, option: str = "--max-memory") -> int:
+    """Return the number of bytes of a limit of memory; UsageError for what is no size, and for a small number without
+    its unit, such as 4."""
+    size = parse_size(text, option)
+    if 0 < size < LEAST_LIMIT and str(text).strip().isdigit():
+        right = f"{size}{'GB' if size <= 64 else 'MB'}"
+        error = UsageError(f"{size} is a number of bytes", f"`{option} {size}`", f"write `{option} {right}`")
+        raise error.instead(str(size), right)
+    return size
 
 
 def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, **options: Any) -> Job:
@@ -223,14 +230,14 @@ def _job(base: str | Path, adapters: Any, output: str | Path | None, values: dic
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
     # Values of options that have a spelling of their own.
-    values["max_memory"] = parse_size(values["max_memory"])
+    values["max_memory"] = memory_limit(values["max_memory"])
     texts = a_list(values["keep_precision"], "--keep-precision", "a list of patterns")
     values["keep_precision"] = tuple(text(pattern, "--keep-precision") for pattern in texts)
     values["setting"] = _settings({} if values["setting"] is None else values["setting"])
     entries = dict(pairs(() if values["metadata"] is None else values["metadata"], "--metadata"))
     values["metadata"] = tuple((key, text(value, f"`--metadata {key[:80]}`")) for key, value in entries.items())
     if values["max_vram"] is not None:
-        values["max_vram"] = parse_size(values["max_vram"], "--max-vram")
+        values["max_vram"] = memory_limit(values["max_vram"], "--max-vram")
     if values["map"] is not None:
         values["map"] = expand(values["map"])
     if values["tokenizer"] is not None:

@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from .adapter_arguments import right_form
-from .adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from .command import MERGE
 from .errors import UsageError
-from .options import OPTIONS, Kind, Option, number
+from .options import JOB_OPTIONS, Kind, Option, number
 from .paths import split_strength, words_of
 from .text import CODE, Message, from_json
 
@@ -75,10 +74,11 @@ def as_number(text: str, option: str, *, whole: bool) -> float:
         raise UsageError(f"{text[:40]!r} is not a {kind}", option, fix) from e
 
 
-def _rule(option: Option, text: str) -> tuple[str, str]:
-    part, equals, rule = text.rpartition("=")
-    if not equals:
-        raise UsageError(f"{text[:80]!r} does not give a part and its rule", option.flag, "write it like te=8")
+def part_rule(text: str) -> tuple[str, str]:
+    """Return ("te", "8") for "te=8"."""
+    part, _, rule = text.rpartition("=")
+    if not (part and rule):
+        raise UsageError(f"{text[:80]!r} does not give a part and its rule", "--rank-for", "write it like te=8")
     return part, rule
 
 
@@ -103,7 +103,7 @@ SPELLINGS: Final[Mapping[Kind, Spelling]] = MappingProxyType({
     "texts": Spelling(lambda _, words: [*words], lambda value: value),
     "settings": Spelling(lambda _, words: dict(map(parsed_setting, words)), _as_pairs),
     "entries": Spelling(lambda _, words: dict(map(metadata_entry, words)), _as_pairs),
-    "rules": Spelling(lambda o, words: dict(_rule(o, word) for word in words), _as_pairs),
+    "rules": Spelling(lambda _, words: dict(map(part_rule, words)), _as_pairs),
 })  # fmt: skip
 """Kind of an option → its spelling; a value of another kind is its one word."""
 
@@ -115,13 +115,6 @@ PAIRS: Final = ("parts", "settings", "entries", "rules")
 
 LISTS: Final = ("texts", "list", "numbers")
 """Kinds of options that have several values."""
-
-NAMES: Final[Mapping[str, Sequence[str]]] = {
-    **dict.fromkeys(("to", "format"), DIALECT_NAMES), "algorithm": ("lora", "full", "auto", "lokr"),
-    "tokenizer": ("adapter", "base"),
-    **dict.fromkeys(("include", "exclude"), ("unet", "te", "vae", "transformer", "prior", "denoiser", "model")),
-}  # fmt: skip
-"""Option whose row has no words → words that are its values."""
 
 
 class Surface(NamedTuple):
@@ -140,15 +133,10 @@ class Surface(NamedTuple):
     """Returns a command of ours; None: as it is typed."""
 
 
-def row_of(name: str) -> Option | None:
-    """Return the row of an option of a command that writes."""
-    return OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
-
-
 def takes(name: str, word: str) -> bool:
     """Return whether a word is one of the words that an option takes."""
-    option = row_of(name)
-    return word in (NAMES.get(name) or (option.words if option else ()))
+    option = JOB_OPTIONS.get(name)
+    return option is not None and word in (option.examples or option.words)
 
 
 def in_jobs_file(text: str) -> str:
@@ -208,9 +196,9 @@ def _mention(match: re.Match[str], surface: Surface) -> str:
 def _option(flag: str | None, value: str | None, surface: Surface) -> str:
     """Return an option as a surface has it; "" if it has none. `flag`: its name; None for the output."""
     name = (flag or "output").replace("-", "_")
-    name, option = surface.names.get(name, name), row_of(name)
-    if off := option is None and name.startswith("no_") and row_of(name[3:]) is not None:
-        name, option = name[3:], row_of(name[3:])
+    name, option = surface.names.get(name, name), JOB_OPTIONS.get(name)
+    if off := option is None and name.startswith("no_") and name[3:] in JOB_OPTIONS:
+        name, option = name[3:], JOB_OPTIONS.get(name[3:])
     if (option is None and name not in surface.names.values()) or name in surface.lacks:
         return ""
     kind = option.kind if option else "path"

@@ -1,7 +1,7 @@
-"""The table of all options of a merge, and the checks of their values; each wrong value is a UsageError.
+"""The tables of all options, and the checks of their values; each wrong value is a UsageError.
 
-The command line, jobs files, recipes and plans of batches take names, defaults and help from the table. A test
-compares it with the lists that are written out for type checkers (`MergeOptions` in typed_options.py, `Job`).
+The command line, jobs files, recipes and plans of batches take names, defaults and help from the tables. Tests compare
+them with the lists that are written out for type checkers (typed_options.py, `Job`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ MEANT: Final[Mapping[str, str]] = MappingProxyType({
 })  # fmt: skip
 """Keyword of other libraries → the one of the same meaning here."""
 
-
 AN_ADAPTER: Final = 'a path, or a pair such as ("a.safetensors", 0.8)'
+"""What an adapter is in Python, in words."""
 
 GIVE_STATE_DICT: Final = "give its state_dict()"
 """The advice on a module in the place of an adapter, for functions that take state dicts."""
-
-"""What an adapter is in Python, in words."""
 
 REGEX: Final = "re:"
 """The beginning of a part of `--strength-for` that is a regular expression for keys of the base."""
@@ -89,6 +87,7 @@ class Option:
     help: str
     recorded: Record
     words: tuple[str, ...] = ()  # the allowed values, if they are a few words; the first is the default
+    examples: tuple[str, ...] = ()  # words that are among its values, if there are others
     together: bool = False  # whether jobs that share one read of their base must have the same value
     in_batch: bool = True  # whether it is a field of a jobs file
     in_verify: bool = False  # whether `verify` takes it, for outputs without a recipe
@@ -107,6 +106,9 @@ class Option:
         """Whether a plan depends on the option: it changes bytes of the output, or limits memory."""
         return self.recorded != "never" or self.kind == "size"
 
+
+TOKENIZERS: Final = ("adapter", "base")
+"""The values of `--tokenizer` that are no path."""
 
 _DTYPES: Final = ("keep", *DTYPES, *QUANTISED_DTYPES)
 _COMPUTE: Final = tuple(COMPUTE_DTYPES)
@@ -171,7 +173,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                in_verify=True,
                metavar="FILE", group="Input"),
         Option("tokenizer", "folder", None, "Take tokenizer and chat template from adapter, base or a folder. "
-               "[default: adapter if the embeddings grew to its size, else base]", "given",
+               "[default: adapter if the embeddings grew to its size, else base]", "given", examples=TOKENIZERS,
                metavar="WHOSE"),
         Option("cache", "path", None, "Store downloads in this folder; without it, object stores and URLs are read "
                "in place.", "never", metavar="DIR", group="Input"),
@@ -192,6 +194,62 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
     )
 })  # fmt: skip
 """Name → option, in the order of recipes."""
+
+DIALECT_NAMES: Final = ("kohya", "lycoris", "onetrainer", "comfy", "ai-toolkit", "diffusers", "xlabs", "peft")
+"""The dialects that adapters are written in, for help; a test compares them with the table of `adapters_out`."""
+
+_FORMATS: Final = f"Write the format of {', '.join(DIALECT_NAMES[:-1])} or {DIALECT_NAMES[-1]}."
+
+KEEP: Final = "keep"
+"""The dialect, way to store layers or alpha that the input has."""
+
+
+_PARTS: Final = ("unet", "te", "vae", "transformer", "prior", "denoiser", "model")
+
+
+def _row(name: str, kind: Kind, metavar: str, text: str, **more: Any) -> Option:
+    default = () if kind in ("rules", "texts") else None
+    return Option(name, kind, default, text, "given", **more, metavar=metavar, group="Options")
+
+
+ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
+    row.name: row
+    for row in (
+        _row("rank", "rule", "RULE", "Set the rank: 32, same, energy:0.99, fro:0.9, size:50MiB …"),
+        _row("conv_rank", "rule", "RULE", "Set the rank of convolutions."),
+        _row("max_rank", "whole", "N", "Limit the ranks that rules choose."),
+        _row("rank_for", "rules", "PART=RULE", "Set the rank of a part, as in --strength-for; repeatable."),
+        _row("algorithm", "name", "WAY", "Store layers as lora, full (whole matrices) or auto; extract: lokr too.",
+             examples=("lora", "full", "auto", "lokr")),
+        _row("alpha", "rule", "ALPHA", "Store this alpha: rank (alpha = rank), keep, or a number."),
+        _row("to", "name", "FORMAT", f"{_FORMATS} [default: {KEEP}]", examples=DIALECT_NAMES),
+        _row("include", "texts", "PART", "Keep only these: unet, te1, IN04 … or re:REGEX of keys; repeatable.",
+             examples=_PARTS),
+        _row("exclude", "texts", "PART", "Leave out these: unet, te1, IN04 … or re:REGEX of keys; repeatable.",
+             examples=_PARTS),
+        _row("others", "text", "WHAT", "Store changes of biases and norms (diff), leave them out (skip), or stop. "
+             "[default: diff]", words=("diff", "skip", "error")),
+        _row("format", "name", "FORMAT", _FORMATS, examples=DIALECT_NAMES),
+        _row("factor", "whole", "N", "Set the smaller factor of lokr, as in LyCORIS. [default: -1, near the root]"),
+        _row("weights", "list", "W,W…", "Weight the snapshots, one value for each. [default: equal]"),
+        _row("ema", "number", "BETA", "Average exponentially with this decay."),
+        _row("ema_to", "number", "BETA", "Change the decay to this value at the last step, linearly."),
+        _row("sigma_rel", "number", "X", "Average by a post-hoc EMA of this width, up to 0.288."),
+        _row("space", "text", "WHAT", "Average changes (delta) or tensors (factors). [default: delta]",
+             words=("delta", "factors")),
+    )
+})  # fmt: skip
+"""Name → option that only commands which write adapters have; each command takes it with a default of its own
+(recipes/commands.py)."""
+
+OF_MERGE: Final = (
+    "dtype", "strength", "strength_for", "unmatched", "map", "setting", "cache", "overwrite", "device", "max_memory",
+    "max_vram", "verify",
+)  # fmt: skip
+"""The options that mean what they mean for `merge`. All others of a command are fields of its `AdapterJob`."""
+
+JOB_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({**OPTIONS, **ADAPTER_OPTIONS})
+"""The options of all commands that write."""
 
 EVERY_VALUE: Final = "full"
 """The option by which `verify` compares all values."""

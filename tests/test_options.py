@@ -16,7 +16,7 @@ from lora_merge.batch.schema import Options
 from lora_merge.cli import main, verify_commands
 from lora_merge.engine.admission import plan_merge
 from lora_merge.job import Job, make_job
-from lora_merge.options import OPTIONS, Option
+from lora_merge.options import JOB_OPTIONS, OPTIONS, Option
 from lora_merge.planning.recipe import blanks, recipe
 from lora_merge.text import beginning, shown
 from lora_merge.typed_options import MergeOptions
@@ -113,9 +113,9 @@ def test_commands_take_the_options_of_the_table() -> None:
 
 
 def test_jobs_file_has_the_same_fields() -> None:
-    assert [*Options.model_fields] == [n for n, o in OPTIONS.items() if o.in_batch]
+    assert [*Options.model_fields] == [n for n, o in JOB_OPTIONS.items() if o.in_batch]
     for name, field in Options.model_fields.items():
-        assert field.description == OPTIONS[name].help
+        assert field.description == JOB_OPTIONS[name].help
 
 
 def test_help_shows_every_option_and_an_editor_its_type() -> None:

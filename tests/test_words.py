@@ -13,9 +13,8 @@ from typing import Any, Final
 import pytest
 
 import lora_merge
-from lora_merge.adapter_options import ADAPTER_OPTIONS
 from lora_merge.cli.help import COMMAND_GROUPS
-from lora_merge.options import OPTIONS
+from lora_merge.options import ADAPTER_OPTIONS, OPTIONS
 from tests.kit.readme import ROOT
 from tests.kit.typed_fixes import commands
 

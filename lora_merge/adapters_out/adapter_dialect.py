@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.suffixes import split_parameter
@@ -31,6 +30,7 @@ from ..models.inferred_base import (
 from ..models.names import Names
 from ..models.network import Component
 from ..models.weights import whole
+from ..options import KEEP
 from ..planning.inputs import Inputs
 from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect

@@ -14,12 +14,11 @@ from os import PathLike
 from typing import Any, Final
 
 from ..adapter_arguments import meant
-from ..adapter_options import KEEP
 from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Opened, adapter_list, wrong_adapter
-from ..options import a_list, finite, pairs, unlike
+from ..options import KEEP, a_list, finite, pairs, unlike
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched

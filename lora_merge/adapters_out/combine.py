@@ -7,20 +7,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..adapter_options import KEEP
 from ..command import Request
 from ..disk.destination import check_output
 from ..errors import FitError
 from ..models.part_factors import or_leave_out
+from ..options import KEEP
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from .adapter_dialect import spelling_of, without_base
-from .convert import grouped, planned_report, write
 from .dialects import Dialect, dialect
 from .form import Conversion, form_of_module
 from .groups import layers_of_weights
 from .job import AdapterJob, adapter_job
-from .pipeline import AdapterRun, output_dtype
+from .pipeline import AdapterRun, grouped, output_dtype, plan_modules, write_modules
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources, ruled
 
@@ -37,13 +36,13 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks if headers show them."""
     job = replace(job, inputs=replace(job.inputs, overwrite=True))
-    return planned_report(_conversion(job, open_sources(job, cache)))
+    return plan_modules(_conversion(job, open_sources(job, cache)))
 
 
 def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     with AdapterRun(job, progress) as this:
-        return write(_conversion(job, open_sources(job, this.hash_adapters())), this)
+        return write_modules(_conversion(job, open_sources(job, this.hash_adapters())), this)
 
 
 def _conversion(job: AdapterJob, sources: Sources) -> Conversion:

@@ -8,16 +8,14 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
-from ..adapter_options import KEEP
 from ..adapters.modules import Module
 from ..adapters.peft.methods import PEFT_METHODS
 from ..adapters.suffixes import LORA_ROWS, SUFFIXES
-from ..algorithms.loha import LOHA
-from ..algorithms.lokr import LOKR
 from ..errors import UsageError
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, LOOSE, UNSURE
 from ..models.network import Component
+from ..options import KEEP
 from ..text import shown
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
@@ -32,7 +30,10 @@ OLDER_IN_AI_TOOLKIT: Final = ("sd1", "sd2", "sdxl", "sdxl_refiner", "sd3", "flux
 """Architectures whose adapters ai-toolkit writes as diffusers does; those of later ones begin with diffusion_model."""
 
 _OF_PEFT: Final = frozenset(ending for method in PEFT_METHODS.values() for ending in method.suffixes)
-_OF_TRAINERS: Final = {*LORA_ROWS, *PEFT_METHODS["LOHA"].algorithms, *PEFT_METHODS["LOKR"].algorithms}
+PRODUCT_ALGORITHMS: Final = (*PEFT_METHODS["LOHA"].algorithms, *PEFT_METHODS["LOKR"].algorithms)
+"""Algorithms of LyCORIS for which PEFT has methods with the same tensors."""
+
+_OF_TRAINERS: Final = {*LORA_ROWS, *PRODUCT_ALGORITHMS}
 _CONFIGURED: Final = {row for method in PEFT_METHODS.values() for row in method.algorithms} - _OF_TRAINERS
 """Algorithms that a file without its configuration does not show."""
 
@@ -155,9 +156,6 @@ _COMFY: Final = {
 _DIFFUSERS: Final = {
     "up": ".lora_B.weight", "down": ".lora_A.weight", "magnitude": ".lora_magnitude_vector", "up_bias": ".lora_B.bias",
 }  # fmt: skip
-PRODUCT_ALGORITHMS: Final = (LOHA.name, LOKR.name)
-"""Algorithms of LyCORIS for which PEFT has methods with the same tensors."""
-
 _PEFT: Final = {**_DIFFUSERS, "table_up": ".lora_embedding_B", "table_down": ".lora_embedding_A"}
 
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(

@@ -12,16 +12,16 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape, StoredTensor
 from ..errors import FitError
 from ..merge_methods import COMBINATIONS
+from ..options import KEEP
 from ..text import Note, size
 from .dialects import Dialect
 from .groups import Filled, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change
-from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, STORED_AS, WHOLE, AdapterJob, algorithm_in
 from .metadata import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
 from .output_file import Entry
@@ -39,8 +39,9 @@ MATRIX_ALGORITHMS: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
 
 
-Kind: TypeAlias = Literal["value", "vector", "copy", "matrix"]
-"""What is stored: a new value, the change of a vector, the input's tensors as they are, or a change of a matrix."""
+Kind: TypeAlias = Literal["value", "vector", "copy", "matrix", "product"]
+"""What is stored: a new value, the change of a vector, the input's tensors as they are, or the change of a matrix, also
+as the nearest product of another form, such as LoKr's."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def form_of_difference(job: AdapterJob, to: Dialect, place: Place, *, fresh: boo
     if rule.name == EXACT:  # every direction that numbers have
         rule = replace(rule, name="energy", value=1.0)
     algorithm = algorithm_in(job.algorithm, to)
-    return matrix_form(algorithm, rule, place.view.matrix, [None], name=place.label, fix=GIVE_RANK)
+    form = matrix_form(algorithm, rule, place.view.matrix, [None], name=place.label, fix=GIVE_RANK)
+    return form if algorithm in STORED_AS else replace(form, kind="product")
 
 
 def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from numbers import Real
@@ -10,7 +10,6 @@ from os import sep
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
@@ -22,7 +21,17 @@ from ..files.folder_layouts import FOLDER_CONFIGS
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, finite, pairs, whole, without_part
+from ..options import (
+    ADAPTER_OPTIONS,
+    KEEP,
+    MEANT,
+    OF_MERGE,
+    OPTIONS,
+    checked_value,
+    dtype_name,
+    pairs,
+    without_part,
+)
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
@@ -51,16 +60,13 @@ def algorithm_in(algorithm: str, to: Dialect) -> str:
 AUTO_FORMAT: Final = "auto"
 """The format of `extract` that the architecture of the base decides."""
 
-CHANGES, SKIP, ERROR = "diff", "skip", "error"
-OTHERS: Final = (CHANGES, SKIP, ERROR)
+OTHERS: Final = ADAPTER_OPTIONS["others"].words
+CHANGES, SKIP, ERROR = OTHERS
 """The values of `--others`: what becomes of biases, norms and other vectors that changed."""
 
-OF_CHANGES, OF_TENSORS = "delta", "factors"
-SPACES: Final = (OF_CHANGES, OF_TENSORS)
+SPACES: Final = ADAPTER_OPTIONS["space"].words
+OF_CHANGES, OF_TENSORS = SPACES
 """The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
-
-TYPED: Final = {"number": finite, "whole": whole}
-"""Kind of an option → the check of its value."""
 
 RANK_OPTIONS: Final = ("rank", "conv_rank", "max_rank", "rank_for")
 """The options that state a rule for ranks."""
@@ -254,8 +260,8 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UsageError(f"{request.command.name} has no such option", f"--{stray.replace('_', '-')}",
                          f"leave it out, or use one of {known}")  # fmt: skip
     for name, value in {**of_merge, **stated}.items():
-        if name in rows and isinstance(value, str) and rows[name].kind in TYPED:
-            TYPED[rows[name].kind](value, rows[name].flag)  # raises
+        if name in rows and isinstance(value, str) and rows[name].kind in ("number", "whole"):
+            checked_value(rows[name], value)  # raises
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
                          f"write `--{missing} 16`")  # fmt: skip
@@ -327,11 +333,3 @@ def _alpha(value: Any) -> str | float:
         raise UsageError(f"alpha cannot be {shown(value)!r}", "--alpha",
                          f"use rank, keep or a number from {LEAST_ALPHA:g} to {1 / LEAST_ALPHA:g}")  # fmt: skip
     return number
-
-
-def strings(values: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
-    part_rules = [tuple(text.rpartition("=")[::2]) for text in values]
-    if wrong := next((t for t, p in zip(values, part_rules, strict=True) if not all(p)), None):
-        raise UsageError(f"{wrong[:40]!r} does not name a part and its rule", "--rank-for", "write it as PART=RULE")
-    return [(part, rule) for part, rule in part_rules]

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS, dora
 from ..disk.draft import Draft, Heap
 from ..disk.reader import Reader
@@ -31,6 +30,7 @@ from ..errors import FitError, beyond_fp64
 from ..matching.patch import Patch
 from ..merge_methods import ADDED_VECTORS, COMBINATIONS
 from ..models.weights import RowSlice
+from ..options import KEEP
 from ..planning.combination import Combination
 from ..progress import Counting
 from ..text import Note

@@ -12,11 +12,11 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.draft import Draft, Heap
 from ..dtypes import StoredTensor
 from ..errors import FitError, InputError
+from ..options import KEEP
 from ..paths import is_folder
 from ..progress import Counting
 from ..text import Note

@@ -11,7 +11,6 @@ from itertools import pairwise
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
-from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.suffixes import split_parameter
 from ..adapters.training_metadata import made_for
@@ -24,6 +23,7 @@ from ..models.inferred_base import InferredParameter, UnknownBaseError, assumed,
 from ..models.names import Names
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
+from ..options import KEEP
 from .dialects import DIALECTS
 from .groups import FusedPart, places
 from .job import GIVE_BASE

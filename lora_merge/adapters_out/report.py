@@ -8,14 +8,14 @@ from math import fsum, sqrt
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapter_options import KEEP
 from ..change_statistics import Groups
 from ..facts import Fact, line, rows_in_python, share_of, times
+from ..options import KEEP
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
-from .rank_rules import COUNT, EXACT
+from .rank_rules import EXACT
 from .rounding import together
 
 
@@ -205,15 +205,7 @@ def judging(job: AdapterJob, report: AdapterReport) -> AdapterReport:
     survival: dict[str, Any] = {"share": share, "grade": grade(share).word}
     if share < ENOUGH:
         survival |= _advice(job, report, target(share))
-    return replace(report, survival=survival, notes=(*report.notes, *_uncut(job, report)))
-
-
-def _uncut(job: AdapterJob, report: AdapterReport) -> Iterator[Note]:
-    """Yield a note on a stated rank that is above those of all layers."""
-    before = [layer["rank_before"] for layer in report.layers.values() if layer["rank_before"]]
-    least = min((rule.value for rule in job.rules.stated), default=0)
-    if job.command.cuts and job.rules.all_are(COUNT) and before and least > max(before):
-        yield Note(f"no layer has a rank above {max(before)}: rank {least:g} cuts nothing")
+    return replace(report, survival=survival)
 
 
 def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, Any]:
@@ -225,7 +217,7 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
     cut = [layer for layer in layers if "rank_for_energy" in layer]
     squares = fsum(layer["norm"] ** 2 for layer in layers)
     left_out = fsum(layer["norm"] ** 2 * layer["left_out"] for layer in cut) / squares
-    nearest = job.algorithm not in (*STORED_AS, KEEP)  # the nearest product of another form, such as lokr
+    nearest = job.algorithm not in (*STORED_AS, KEEP)  # the nearest product of another form
     exactly = job.rules.all_are(EXACT) or job.keeps_forms
     ranks = None
     if not nearest and (left_out < (1 - report.energy) / 2 if cut else exactly):  # rounding took more than the ranks

@@ -50,11 +50,11 @@ class Effect(NamedTuple):
         return {"of": self.of, "elements": self.elements, **share, "largest": self.largest}
 
 
-def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
-    """Return the effect of numbers, all of which are looked at, of `of` in all."""
+def effect_of_matrix(change: Tensor) -> Effect:
+    """Return the effect of numbers, all of which are looked at."""
     count = change.numel()
     largest = max(-float(change.amin()), float(change.amax())) if count else 0.0  # half the time of aminmax()
-    return Effect(of or count, count, int(change.count_nonzero()), largest)
+    return Effect(count, count, int(change.count_nonzero()), largest)
 
 
 class Totals(NamedTuple):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
@@ -29,6 +28,7 @@ from ..models.names import Names
 from ..models.part_factors import ParameterChoice
 from ..models.parts import NOT_CHANGED
 from ..models.weights import Weight, whole
+from ..options import KEEP
 from ..planning.checkpoint_cache import CheckpointCache
 from ..text import Note, listed, plural, several
 from .groups import Target

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,11 +22,11 @@ from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_a
 from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
-from ..job import TOKENIZERS, Adapter, Job, validated
+from ..job import Adapter, Job, validated
 from ..merge_methods import METHODS, PARAMETER_NAMES, SUM
 from ..models.parts import as_typed
 from ..option_texts import in_jobs_file
-from ..options import BLOCK_WEIGHTS, number, without_part
+from ..options import BLOCK_WEIGHTS, JOB_OPTIONS, TOKENIZERS, number, without_part
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import job_at
@@ -35,13 +35,10 @@ from ..recipes.commands import COMMANDS
 from ..sources.inputs import locate
 from ..text import plural, shown
 from .input_patterns import Search
-from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
+from .schema import AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import DATA, OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
-
-if TYPE_CHECKING:
-    from ..adapters_out.job import AdapterJob
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
@@ -63,23 +60,24 @@ class BatchJob:
 
     number: int  # from 1, in the order of the file
     command: Command
-    job: Job  # of a command that writes an adapter what it shares with merging
+    checked: Any  # the job as its command takes it: a `Job`, or an `AdapterJob`
     where: str  # "jobs.yaml:12 (jobs[3])"
     redo: bool = False  # whether it is made again where its output is there, by the same recipe
-    adapter: AdapterJob | None = None  # of such a command, with the rest
     template: str = ""  # a name for its output with every name of its matrix, such as {lora.stem}-{strength}
     usual: frozenset[tuple[str, str]] = frozenset()  # (option, part) of the defaults, which may fit other jobs only
     idle: tuple[str, ...] = ()  # those of them that are left out, as typed: they have no effect on this job
 
     @property
-    def checked(self) -> Any:
-        """The job as its command takes it."""
-        return self.job if self.adapter is None else replace(self.adapter, inputs=self.job)
+    def job(self) -> Job:
+        """The job; of a command that writes an adapter what it shares with merging."""
+        job: Job = self.checked if self.command.merges else self.checked.inputs
+        return job
 
     @property
     def base(self) -> Path | None:
         """The base, if one is read."""
-        return self.job.base if self.adapter is None else self.adapter.base
+        base: Path | None = self.checked.base
+        return base
 
     @property
     def inputs(self) -> tuple[Path, ...]:
@@ -93,12 +91,13 @@ class BatchJob:
 
     def changed(self, **options: Any) -> BatchJob:
         """Return the job with other values of options that all commands have."""
-        return replace(self, job=replace(self.job, **options))
+        merges = self.command.merges
+        return replace(self, checked=replace(self.job, **options) if merges else self.checked.changed(**options))
 
     def at(self, places: Mapping[Path, Path]) -> BatchJob:
         """Return the job with other paths of its inputs."""
-        adapter = None if self.adapter is None else self.adapter.moved(places)
-        return replace(self, job=job_at(self.job, places), adapter=adapter)
+        checked = job_at(self.checked, places) if self.command.merges else self.checked.moved(places)
+        return replace(self, checked=checked)
 
     def without(self, option: str, part: str) -> BatchJob:
         """Return the job without a part of its defaults that has no effect on it."""
@@ -107,8 +106,9 @@ class BatchJob:
             changes["adapters"] = tuple(replace(a, parts=without_part(a.parts, part)) for a in self.job.adapters)
         elif name == "keep_precision":
             changes[name] = without_part(self.job.keep_precision, part)
-        adapter = None if self.adapter is None else self.adapter.without(name, part)
-        return replace(self.changed(**changes), adapter=adapter, usual=self.usual - {(option, part)},
+        checked = self.changed(**changes).checked
+        checked = checked if self.command.merges else checked.without(name, part)
+        return replace(self, checked=checked, usual=self.usual - {(option, part)},
                        idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
 
 
@@ -200,8 +200,7 @@ class _Loader:
                 checked = self._job(place, entry, defaults, values)
                 if checked is not None and len(self.mistakes) == before:
                     command = _command(entry, defaults)
-                    job, adapter = (checked, None) if command.merges else (checked.inputs, checked)
-                    entries.append(BatchJob(len(entries) + 1, command, job, self._where(place), adapter=adapter,
+                    entries.append(BatchJob(len(entries) + 1, command, checked, self._where(place),
                                             template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
                 if len(self.mistakes) > MOST_MISTAKES:
                     break
@@ -471,12 +470,12 @@ class _Loader:
         for place, what in self.mistakes:
             alike[place[:1] + place[2:], what].append(place)
         count = len(early) + len(alike)
-        found = [(line, f"{self.name}:{line}: {what}") for line, what in early]
+        mistakes = [(line, f"{self.name}:{line}: {what}") for line, what in early]
         for (_, what), (place, *more) in alike.items():
             others = f" and {plural(len(more), 'more job')}" if more else ""
             line = self.document.line(place) if self.document is not None else 0
-            found.append((line, f"{self._where(place)}{others}: {what}"))
-        lines = [text for _, text in sorted(found, key=lambda mistake: mistake[0])]  # stable
+            mistakes.append((line, f"{self._where(place)}{others}: {what}"))
+        lines = [text for _, text in sorted(mistakes, key=lambda mistake: mistake[0])]  # stable
         lines = [line if len(line) <= LONGEST_SENTENCE else f"{line[:LONGEST_SENTENCE]}…" for line in lines]
         lines[LISTED_MISTAKES:] = [f"and {count - LISTED_MISTAKES} more"] if count > LISTED_MISTAKES else []
         return failure(self.value, self.name, lines, count)

@@ -1,11 +1,14 @@
-"""The fields of a jobs file, as pydantic models; they also print the JSON schema that editors complete from."""
+"""The fields of a jobs file, as pydantic models, and the JSON Schema of its full and short forms, from which editors
+complete: pydantic states the fields; which of them a job needs, and which options its command takes, is added here.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
@@ -23,15 +26,13 @@ from pydantic import (
 )
 
 from ..adapter_arguments import right_form
-from ..adapter_options import ADAPTER_OPTIONS
+from ..command import MERGE
 from ..errors import UsageError
-from ..job import MOST_ADAPTERS, missing_unit, parse_size
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
-from ..recipes.commands import COMMANDS
+from ..job import LEAST_LIMIT, MOST_ADAPTERS, memory_limit
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, JOB_OPTIONS, OPTIONS, Kind, Option, number, spelled
+from ..recipes.commands import ADAPTERS, BASE, COMMANDS
 from ..text import beginning, is_finite
-
-JOB_OPTIONS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
-"""All options of jobs."""
+from .short_form import JOB, WHOLE_FILE_FIELDS
 
 LONGEST_PATH: Final = 32_767
 """Characters of a path or a template, as Windows has them; other systems have fewer."""
@@ -102,13 +103,13 @@ Scalar: TypeAlias = Annotated[
 
 
 def _size(value: Any) -> Any:
-    try:
-        if isinstance(value, int | str) and not isinstance(value, bool) and parse_size(value):
-            if str(value).strip().isdigit() and (unit := missing_unit(int(value))):
-                raise ValueError(f"{value} is a number of bytes; write {value}{unit}")
-            return value
-    except UsageError:
-        pass
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            if memory_limit(value):
+                return value
+        except UsageError as e:
+            if e.suggestion:
+                raise ValueError(f"{e.what}; write {e.suggestion[-1]}") from None
     raise ValueError(f"{repr(beginning(value, 40))[:40]} is not a size; write it like 512MiB or 4GB")
 
 
@@ -147,8 +148,8 @@ def _rule(value: Any) -> Any:
 
 Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
-    "type": ["string", "integer"], "minimum": 1_000_000,
-    "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{6,}|\d+\s*[Bb])\s*$",
+    "type": ["string", "integer"], "minimum": LEAST_LIMIT,
+    "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{5,}|\d+\s*[Bb])\s*$",
 })]  # fmt: skip
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({
     "type": "string", "pattern": f"^({DEVICE})$",
@@ -217,38 +218,24 @@ def _field(option: Option) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class Options(_Strict):
-        """The options of `lora-merge merge`, under the same names."""
+        """The options of all commands, under the names of the command line."""
 
 else:
     Options = create_model(
         "Options",
         __base__=_Strict,
-        __doc__="What `lora-merge merge` takes as options; names are the same.",
-        **{name: _field(option) for name, option in OPTIONS.items() if option.in_batch},
+        __doc__="The options of all commands, under the names of the command line.",
+        **{name: _field(option) for name, option in JOB_OPTIONS.items() if option.in_batch},
     )
 
 
-if TYPE_CHECKING:
-
-    class CommandOptions(Options):
-        """The further options of the commands that write adapters."""
-
-else:
-    CommandOptions = create_model(
-        "CommandOptions",
-        __base__=Options,
-        __doc__="Further fields of the commands that write adapters.",
-        **{name: _field(option) for name, option in ADAPTER_OPTIONS.items()},
-    )
-
-
-def stated_fields(options: CommandOptions) -> dict[str, Any]:
+def stated_fields(options: Options) -> dict[str, Any]:
     """Return the options of a job, or of the defaults, that were given."""
-    names = CommandOptions.model_fields
+    names = Options.model_fields
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-class JobDefaults(CommandOptions):
+class JobDefaults(Options):
     """Values for every job that does not state its own; a command that has no such option ignores it."""
 
     command: Literal[tuple(COMMANDS)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
@@ -304,3 +291,87 @@ class JobsFile(_Strict):
     version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)] = 1
     defaults: JobDefaults = JobDefaults()
     jobs: list[JobEntry] = Field(min_length=1)
+
+
+JsonSchema: TypeAlias = dict[str, Any]
+
+WITH_BASE: Final = frozenset(name for name, row in COMMANDS.items() if BASE in row.needs)
+"""Commands that cannot do without a base."""
+
+WITH_ADAPTERS: Final = frozenset(name for name, row in COMMANDS.items() if ADAPTERS in row.needs)
+"""Commands that cannot do without adapters; a merge may take the one that is attached inside its base."""
+
+
+def jobs_schema() -> JsonSchema:
+    """Return the schema. What the values decide, such as which names a template has, is left to the program."""
+    full = JobsFile.model_json_schema()
+    fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
+    commands = {name: _command(name) for name in COMMANDS}
+    needs = (_needs("base", WITH_BASE, MERGE), _needs("adapters", WITH_ADAPTERS, MERGE))
+    job = {"allOf": [_ref("JobEntry"), _ref("Own"), _unnamed(_ref(MERGE)), *needs]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:lora-merge:jobs:1",
+        "title": "Jobs of lora-merge batch", "description": "A full file, a list of jobs, or one job.",
+        "$defs": {
+            **full["$defs"], **commands, "Job": job, "Full": {**fields, "allOf": [*_with_defaults()]},
+            "Own": {"allOf": [{"if": _is(name), "then": _ref(name)} for name in COMMANDS]},
+        },
+        "if": {"type": "array"}, "then": {"minItems": 1, "items": _ref("Job")},
+        "else": {
+            "if": {"type": "object", "anyOf": [{"required": [*pair]} for pair in combinations(sorted(JOB), 2)],
+                   "not": {"anyOf": [{"required": [name]} for name in sorted(WHOLE_FILE_FIELDS)]}},
+            "then": _ref("Job"), "else": _ref("Full"),
+        },
+    }  # fmt: skip
+
+
+def _ref(name: str) -> JsonSchema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _has_field(name: str) -> JsonSchema:
+    """Return that a field is given: null is the same as no field."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
+def _unnamed(rule: JsonSchema) -> JsonSchema:
+    """Return what holds where no command is given."""
+    return {"if": _has_field("command"), "else": rule}
+
+
+def _is(*commands: str) -> JsonSchema:
+    return {"required": ["command"], "properties": {"command": {"enum": [*commands]}}}
+
+
+def _command(name: str) -> JsonSchema:
+    """Return that a job has no options but those of its command, and not more adapters than that takes."""
+    others = Options.model_fields.keys() - {*COMMANDS[name].fields}
+    rule: JsonSchema = {} if COMMANDS[name].several else {"adapters": {"maxItems": 1}}
+    return {"properties": {option: {"type": "null"} for option in sorted(others)} | rule}
+
+
+def _needs(field: str, commands: Collection[str], unnamed: str) -> JsonSchema:
+    """Return that a job has a field if its command needs it. `unnamed`: the command of jobs that
+    name none."""
+    needs = [_is(*sorted(commands)), *([{"not": _has_field("command")}] if unnamed in commands else [])]
+    return {"if": {"anyOf": needs}, "then": _has_field(field)}
+
+
+def _with_defaults() -> list[JsonSchema]:
+    """Return what the jobs of a full file need that its defaults do not give."""
+
+    def defaults(rule: JsonSchema) -> JsonSchema:
+        return {"required": ["defaults"], "properties": {"defaults": rule}}
+
+    def jobs(*rules: JsonSchema) -> JsonSchema:
+        return {"properties": {"jobs": {"items": {"allOf": [*rules]}}}}
+
+    conditions = [jobs(_ref("Own"))]
+    for name in COMMANDS:
+        unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*COMMANDS} - {MERGE})))}
+        fields = {"base": WITH_BASE, "adapters": WITH_ADAPTERS}
+        needs = [
+            {"if": defaults(_has_field(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()
+        ]
+        conditions.append({"if": unnamed, "then": {"allOf": [jobs(_unnamed(_ref(name))), *needs]}})
+    return conditions

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..command import Command as Row
 from ..errors import UsageError
-from ..option_texts import as_number
-from ..options import OPTIONS, Option
+from ..option_texts import as_number, part_rule
+from ..options import ADAPTER_OPTIONS, JOB_OPTIONS, KEEP, Option
 from ..progress import unwatched
 from ..recipes.commands import COMMANDS
 from ..text import Note
@@ -179,11 +178,9 @@ def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dic
 
 def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the adapters with their strengths, and the other options as jobs take them."""
-    from ..adapters_out.job import strings
-
-    named, stated = read_with_adapters(adapters, options, {**OPTIONS, **ADAPTER_OPTIONS})
+    named, stated = read_with_adapters(adapters, options, JOB_OPTIONS)
     if "rank_for" in stated:
-        rules = strings(stated["rank_for"])
+        rules = [*map(part_rule, stated["rank_for"])]
         by_part = dict(rules)  # as jobs files have it, so that a recipe has one form
         stated["rank_for"] = by_part if len(by_part) == len(rules) else rules
     return named, stated

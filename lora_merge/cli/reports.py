@@ -551,8 +551,8 @@ def failure(count: int, total: int, what: str) -> BatchFailed:
 def show_file(facts: Mapping[str, Any], *, again: bool = False, verbose: bool = False) -> None:
     """Print what a file is; `again`: only how its adapter fits, as the base was described before; `verbose`: with
     patterns of names."""
-    from ..viewing.text import match_rows
-    from ..viewing.text import rows as file_rows
+    from ..viewing.inspect_rows import match_rows
+    from ..viewing.inspect_rows import rows as file_rows
 
     match, pictured = facts.get("match"), styled(sys.stdout)
     rows = match_rows(match, pictured=pictured, verbose=verbose) if again and match else None

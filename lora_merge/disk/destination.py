@@ -8,16 +8,13 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
-from ..errors import UsageError
+from ..errors import OutputExists, UsageError
 from ..paths import WEIGHT_SUFFIXES, WINDOWS, exists, forbidden, real_path
 from ..text import listed, plural
 from .uploads import sink_of
 from .volumes import same
 from .writer import elsewhere, failure
-
-OUTPUT_EXISTS: Final = "the output exists"
 
 
 def check_output(
@@ -108,7 +105,7 @@ def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:
     if folder and not target.is_dir():
         raise UsageError("the base is a folder, so the output must be a folder", str(target), "name a folder with -o")
     if not overwrite:
-        raise UsageError(OUTPUT_EXISTS, str(target), "choose another -o, or give `--overwrite`")
+        raise OutputExists("the output exists", str(target), "choose another -o, or give `--overwrite`")
     _check_writable(target.parent, target)
 
 

@@ -19,7 +19,7 @@ from ..disk.system import has_gpu
 from ..dtypes import Memory, Source, StoredTensor
 from ..errors import ResourceError
 from ..files.encodings.base import Encoding
-from ..job import Job, missing_unit
+from ..job import Job
 from ..planning.plan import OutputTensor, Plan
 from .row_blocks import Block, blocks
 
@@ -198,10 +198,8 @@ def window_room(job: Job, workers: int = 1) -> int:
     if room < SMALLEST_WINDOW:
         least = (3 if on_gpu(job) else 2) * SLOTS * SMALLEST_WINDOW * workers
         shared = f", shared by {workers} workers" if workers > 1 else ""
-        unit = missing_unit(limit) if limit < SMALLEST_SIZE else ""
-        enough = f"{limit}{unit}" if unit else f"{least >> 20}MiB"
         raise ResourceError("the memory limit is too low", f"`--max-memory {limit}`{shared}",
-                         f"write `--max-memory {enough}`")  # fmt: skip
+                         f"write `--max-memory {least >> 20}MiB`")  # fmt: skip
     return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)
 
 

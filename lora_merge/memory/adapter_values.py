@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..adapter_options import KEEP
 from ..adapters_out.change import Evaluator, cache_of
 from ..adapters_out.delta import combine as combined
 from ..adapters_out.delta import spectrum
@@ -30,7 +29,7 @@ from ..engine.tensor_moves import host
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
 from ..job import Opened
-from ..options import factor
+from ..options import KEEP, factor
 from ..recipes.commands import COMMANDS, run_request
 from ..text import Shown
 from ..typed_options import AdapterReading

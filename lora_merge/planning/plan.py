@@ -17,11 +17,12 @@ from ..facts import Fact, line, rows_in_python
 from ..files.checkpoint import Index, configuration
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
-from ..job import TOKENIZERS, Job, ResolvedJob
+from ..job import Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
 from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.weights import Weight
+from ..options import TOKENIZERS
 from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern

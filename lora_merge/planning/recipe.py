@@ -15,8 +15,8 @@ from ..disk.files import open_regular, sha256
 from ..files.checkpoint import Index, configuration
 from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH
 from ..files.side_files import output_name
-from ..job import TOKENIZERS, Job
-from ..options import OPTIONS, Kind
+from ..job import Job
+from ..options import OPTIONS, TOKENIZERS, Kind
 from ..paths import input_name
 from ..sources.inputs import origin
 from ..text import by_component, from_json

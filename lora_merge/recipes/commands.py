@@ -13,10 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..command import MERGE, Command, Request, Rows
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES
-from ..options import OPTIONS, Option
+from ..options import JOB_OPTIONS, KEEP, OF_MERGE, OPTIONS, Option
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ..report import Report
 
 _ROWS: Final = {
-    **OPTIONS, **ADAPTER_OPTIONS,
+    **JOB_OPTIONS,
     "method": replace(OPTIONS["method"], words=(*COMBINATIONS,), metavar="NAME", group="Options",
                       help=f"Combine by {', '.join([*COMBINATIONS][:3])}, dare …"),
     "scale": replace(OPTIONS["scale"], help="Scale the combined change."),

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
-from ..adapter_options import OF_MERGE
 from ..adapters_out.average import MOVING
 from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
@@ -26,8 +25,8 @@ from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape, StoredTensor
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS
-from ..job import TOKENIZERS, Adapter, Job, make_job
-from ..options import checked
+from ..job import Adapter, Job, make_job
+from ..options import OF_MERGE, TOKENIZERS, checked
 from ..paths import absolute, typed
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_job

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..addresses import HUB, Address
-from ..errors import MergeError, ResourceError, UsageError
+from ..errors import MergeError, OutputExists, ResourceError, UsageError
 from ..paths import WEIGHT_SUFFIXES
 from ..process import begin_commit
 from ..progress import Progress, Step
@@ -236,9 +236,9 @@ def _taken(state: State, names: Iterable[str]) -> list[str]:
     return sorted({*state.files} & {*names}) if state.branch else []
 
 
-def _exists(address: Address, taken: Sequence[str]) -> UsageError:
-    return UsageError("the output exists", f"{address}: {listed(taken)}",
-                      "choose another repository, branch or name, or give `--overwrite`")  # fmt: skip
+def _exists(address: Address, taken: Sequence[str]) -> OutputExists:
+    return OutputExists("the output exists", f"{address}: {listed(taken)}",
+                        "choose another repository, branch or name, or give `--overwrite`")  # fmt: skip
 
 
 def _require_owner(api: Any, address: Address) -> None:

@@ -108,7 +108,7 @@ def _opener(scheme: str) -> Opener:
 
         return ModelScope(store)
     if scheme == WEB:
-        from .url import Url
+        from .web import Url
 
         return Url(store)
     if scheme in OBJECTS:

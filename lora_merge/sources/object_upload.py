@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ..addresses import Address
 from ..disk.destination import appeared
-from ..errors import MergeError, UsageError, VerificationFailed
+from ..errors import MergeError, OutputExists, UsageError, VerificationFailed
 from ..process import begin_commit, deliver_pending
 from ..progress import Progress, Step
 from ..text import Note, listed, plural
@@ -240,7 +240,7 @@ class ObjectSink:
         refuse_input(address, inputs)
         names = _names_at(address, folder=contents is not None)
         if names and not overwrite:
-            raise UsageError("the output exists", str(address), "choose another -o, or give `--overwrite`")
+            raise OutputExists("the output exists", str(address), "choose another -o, or give `--overwrite`")
         if contents is not None and (lost := sorted({*names} - {*contents})):
             raise UsageError(f"the output folder holds {plural(len(lost), 'file')} that the merged model does not have",
                              f"{address}: {listed(lost)}", "choose another -o, or move them away")  # fmt: skip

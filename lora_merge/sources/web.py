@@ -1,4 +1,5 @@
-"""HTTP requests with the standard library: ranges, downloads that resume, tokens that go to one host alone.
+"""HTTP requests with the standard library: ranges, downloads that resume, tokens that go to one host alone; and the
+sources that have each file at a URL.
 
 No message of this module contains a query, a header or a token: queries of signed URLs are secrets.
 """
@@ -21,15 +22,15 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
-from ..addresses import Address, is_private
+from ..addresses import WEB, Address, is_private
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError
 from ..text import from_json
 from ..text import size as spoken_size
 from ..version import __version__
-from .contents import Advance, SourceFiles, write
+from .contents import Advance, Listed, SourceFiles, write
 from .store import StoredSource
 
 AGENT: Final = f"lora-merge/{__version__}"
@@ -294,3 +295,24 @@ def unreachable(address: Address, e: Exception) -> MergeError:
 def changed(address: Address) -> MergeError:
     """Return the error for a file that was changed while it was read."""
     return RemoteError("the file on the server was changed while it was read", str(address), "run again")
+
+
+class Url(WebSource):
+    """A file at a URL. Its content may change: two states differ in the ETag, or else in size and query."""
+
+    streams = True
+
+    def contents(self, address: Address) -> SourceFiles:
+        """Return the file, by a request of one byte."""
+        size, etag, stated = facts_of(Endpoint(address, address.name))
+        name = stated or Path(unquote(urlsplit(address.name).path)).name or "model.safetensors"
+        return SourceFiles(Address(WEB, address.name), Path(name).stem, {name: Listed(size, "", etag)})
+
+    def endpoint(self, contents: SourceFiles, name: str) -> Endpoint:
+        """Return the URL."""
+        return Endpoint(contents.address, contents.address.name)
+
+    def state(self, contents: SourceFiles) -> str:
+        """Return size and ETag, or size and query."""
+        file = next(iter(contents.files.values()))
+        return f"{file.size} {file.etag or urlsplit(contents.address.name).query}"

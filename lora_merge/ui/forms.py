@@ -17,10 +17,9 @@ from ..batch.short_form import jobs_text
 from ..batch.templates import literal
 from ..command import MERGE
 from ..errors import UsageError
-from ..job import TOKENIZERS
 from ..merge_methods import COMBINATIONS, METHODS, PARAMETER_NAMES
 from ..option_texts import on_command_line, value_of
-from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
+from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, TOKENIZERS, Option, finite, number
 from ..paths import typed
 from ..recipes.commands import COMMANDS
 from .library import ADAPTER, BASE, Library

@@ -64,28 +64,29 @@ def recipe_of(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def former_merges(index: Index) -> Iterator[dict[str, Any]]:
-    """Yield the merges that made a checkpoint, the last first: by our recipes, or by what other programs noted."""
-    recipe = parsed(index.metadata.get(KEY, ""))
-    if recipe is None:
-        if text := index.metadata.get("modelspec.merged_from"):
-            yield {"inputs": text}
-        return
+def recipes_of(index: Index) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Yield the recipe of a checkpoint, then that of its base if a merge has written that too, and so on: each with its
+    base and its adapters."""
+    recipe: Any = parsed(index.metadata.get(KEY, ""))
     for _ in range(FORMER):
-        base, adapters = recipe.get("base"), recipe.get("adapters")
+        base, adapters = (recipe.get(name) if isinstance(recipe, dict) else None for name in ("base", "adapters"))
         if not isinstance(base, Mapping) or not isinstance(adapters, list):
             return
+        yield recipe, base, [adapter for adapter in adapters if isinstance(adapter, Mapping)]
+        recipe = base.get("recipe")
+
+
+def former_merges(index: Index) -> Iterator[dict[str, Any]]:
+    """Yield the merges that made a checkpoint, the last first: by our recipes, or by what other programs noted."""
+    text = index.metadata.get("modelspec.merged_from")
+    if text and parsed(index.metadata.get(KEY, "")) is None:
+        yield {"inputs": text}
+    for recipe, base, adapters in recipes_of(index):
         yield {
             "base": str(base.get("name", "")), "by": f"lora-merge {recipe.get('version', '')}",
-            "adapters": [
-                {key: adapter.get(key) for key in ("name", "strength", "parts", "strengths")} for adapter in adapters
-                if isinstance(adapter, Mapping)
-            ],
+            "adapters": [{key: adapter.get(key) for key in ("name", "strength", "parts", "strengths")}
+                         for adapter in adapters],
         }  # fmt: skip
-        earlier = base.get("recipe")
-        if not isinstance(earlier, dict):
-            return
-        recipe = earlier
 
 
 def how_to_undo(index: Index) -> str:

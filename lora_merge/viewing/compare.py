@@ -16,13 +16,12 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..paths import exists, typed
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..planning.fitting_files import missing_input
-from ..planning.recipe import KEY, parsed
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, is_finite, json_text, listed, plural, size
-from .base import FORMER
+from .base import recipes_of
 from .compare_verdict import adapter_verdict, model_verdict, signed
+from .inspect_rows import typed_parts
 from .json_schemas import schema
-from .text import as_typed
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
@@ -186,15 +185,11 @@ def _precision(index: Index, name: str) -> tuple[bool, float]:
 def _merge(index: Index, base: Index) -> list[str]:
     """Return the adapters that were merged into a base to get a model, in one merge or in several, each with the sum of
     its strengths: 0 for one that was taken out again. By the model's recipes; [] if none of them names this base."""
-    recipe, refs = parsed(index.metadata.get(KEY, "")), list[Mapping[str, Any]]()
-    for _ in range(FORMER):
-        named, adapters = (recipe or {}).get("base"), (recipe or {}).get("adapters")
-        if not isinstance(named, Mapping) or not isinstance(adapters, list):
-            return []
-        refs[:0] = [a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))]
+    refs = list[Mapping[str, Any]]()
+    for _, named, adapters in recipes_of(index):
+        refs[:0] = [a for a in adapters if is_finite(a.get("strength"))]
         if _is_of(base, named.get("files")):
             return [*_sums(refs)]
-        recipe = named.get("recipe") if isinstance(named.get("recipe"), dict) else None
     return []
 
 
@@ -205,7 +200,7 @@ def _sums(refs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         content = json_text([ref.get("files"), ref.get("parts")])
         name, strength = strengths.get(content, (str(ref.get("name")), 0.0))
         strengths[content] = name, strength + ref["strength"]
-    parts = {json_text([ref.get("files"), ref.get("parts")]): as_typed(ref.get("parts")) for ref in refs}
+    parts = {json_text([ref.get("files"), ref.get("parts")]): typed_parts(ref.get("parts")) for ref in refs}
     yield from (f"{name}:{round(strength, 9):g}{parts[key]}" for key, (name, strength) in strengths.items())
 
 

@@ -198,15 +198,11 @@ def misplaced(files: Sequence[Mapping[str, Any]], words: Sequence[str]) -> tuple
         return [], False
     by_kind = {kind: [word for word, k in zip(words, kinds, strict=True) if k == kind] for kind in kinds}
     named = {name_of(facts): _other_kind(facts) for facts in files if kinds[0] == "checkpoint" and _other_kind(facts)}
-    reasons = [f"{name} is no adapter: it is {_with_article(what)}" for name, what in named.items()]
+    reasons = [f"{name} is no adapter: it is {with_article(what)}" for name, what in named.items()]
     if "adapter" in by_kind:
         right = typed(["lora-merge", "inspect", *by_kind["checkpoint"], *by_kind["adapter"]])
         reasons.append(f"to see whether adapters fit, name the base first, and adapters alone after it: {right}")
     return reasons, bool(named) and "adapter" not in by_kind
-
-
-def _with_article(what: str) -> str:
-    return f"{'an' if what[:1].lower() in 'aeiou' else 'a'} {what}"
 
 
 SIZE_TITLE: Final = "size"

@@ -34,7 +34,7 @@ SCHEMA_KINDS: Final = (*SCHEMA_FILES, JOBS_SCHEMA)
 def schema_of(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of one of SCHEMA_KINDS; that of jobs files is made from their fields."""
     if kind == JOBS_SCHEMA:
-        from ..batch.json_schema import jobs_schema
+        from ..batch.schema import jobs_schema
 
         return jobs_schema()
     from ..files.json_files import read_json  # the name of a schema alone needs no reader

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapter_options import OF_MERGE
 from lora_merge.command import Command
 from lora_merge.errors import UsageError
-from lora_merge.options import OPTIONS
+from lora_merge.options import OF_MERGE, OPTIONS
 from lora_merge.recipes import commands
 from tests.kit.files import save
 from tests.kit.tensors import rand

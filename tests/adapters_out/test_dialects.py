@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.groups import Place, places
 from lora_merge.models.inferred_base import (
@@ -26,6 +25,7 @@ from lora_merge.models.inferred_base import (
 )
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
+from lora_merge.options import ADAPTER_OPTIONS, DIALECT_NAMES
 from tests.kit.architectures import ALL
 from tests.kit.dialects import EVERY, base, drawn, matrices, named
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters.modules import group
-from lora_merge.adapters_out import averaged_tensors, change, convert
+from lora_merge.adapters_out import averaged_tensors, change, pipeline
 from lora_merge.adapters_out.dialects import Dialect
 from lora_merge.adapters_out.extract import run as extract_run
 from lora_merge.adapters_out.extract.extract_modules import Side
@@ -141,7 +141,7 @@ def test_change_of_a_weight_that_is_not_expected_is_refused(
         other = name.replace("0", "1")
         return entries + [Entry(f"{other}.lora_{slot}.weight", "F32", shape, ones) for slot, shape in SIDES.items()]
 
-    for module in (convert, extract_run):
+    for module in (pipeline, extract_run):
         monkeypatch.setattr(module, "entries_of", wrong)
     sources = ["lora", "--dtype", "bf16", "--to", "kohya"] if command == "convert" else ["base", "tuned", "--rank", "1"]
     files = [tmp_path / f"{s}.safetensors" if s in ("lora", "base", "tuned") else s for s in sources]

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapter_options import ADAPTER_OPTIONS
 from lora_merge.adapters_out.report import AdapterReport
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.batch.run import make_batch
 from lora_merge.errors import UsageError
-from lora_merge.options import OPTIONS
+from lora_merge.options import ADAPTER_OPTIONS, OPTIONS
 from lora_merge.planning import make_plan
 from lora_merge.recipes.commands import COMMANDS
 from lora_merge.typed_options import Defaults

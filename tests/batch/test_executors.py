@@ -429,7 +429,7 @@ def test_path_that_a_node_does_not_see_is_reported(models: Path) -> None:
     entries = [s.entry for s in make_batch(jobs(models, 3)).planned]
     ink, told = entries[1].job.adapters[0].path, list[Any]()
     inbox = SimpleNamespace(put=SimpleNamespace(remote=told.append))
-    elsewhere = replace(entries[1], job=replace(entries[1].job, adapters=(Adapter(ink.with_name("local")),)))
+    elsewhere = entries[1].changed(adapters=(Adapter(ink.with_name("local")),))
     found = {r.number: r for r in on_ray._task(JobGroup((entries[0], elsewhere)), inbox)}
     assert found[1].status == "merged"
     assert isinstance(found[2].error, ResourceError)

@@ -32,7 +32,7 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.recipe import KEY
 from lora_merge.recipes.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import lines
+from lora_merge.viewing.inspect_rows import lines
 from tests.fuzz import strategies as s
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import torch
 import lora_merge
 from lora_merge.job import Adapter
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import lines, match_rows
+from lora_merge.viewing.inspect_rows import lines, match_rows
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save

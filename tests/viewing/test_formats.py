@@ -9,7 +9,7 @@ import pytest
 import lora_merge
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import lines
+from lora_merge.viewing.inspect_rows import lines
 from tests.files.quantised_forms import FORMS
 from tests.kit import gguf_files as by_library
 from tests.kit.files import save

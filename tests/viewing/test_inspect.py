@@ -25,8 +25,8 @@ from lora_merge.text import size
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.file_verdict import model_of, table_of_files
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.inspect_rows import lines
 from lora_merge.viewing.json_schemas import schema_of
-from lora_merge.viewing.text import lines
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import save

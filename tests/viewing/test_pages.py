@@ -25,11 +25,11 @@ from lora_merge.report import merge_rows, size_of_change
 from lora_merge.survival import judged
 from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.inspect_rows import match_summary, rows, summary
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import PageContent, grid_places
 from lora_merge.viewing.pages.output_pages import batch_page
-from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
 from tests.kit.files import load, metadata, save

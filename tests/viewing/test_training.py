@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import lines
+from lora_merge.viewing.inspect_rows import lines
 from tests.kit.files import save
 
 SET = {

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge import call_errors, typed_options
+from lora_merge import boundary, typed_options
 from lora_merge.command import Command
 from lora_merge.errors import UsageError, VerificationFailed
 from lora_merge.options import OPTIONS
@@ -581,5 +581,5 @@ def test_every_parameter_has_words_for_its_kind_and_an_example() -> None:
     for function in (*FUNCTIONS, *methods):
         for parameter in signatures.signature(function).parameters.values():
             if parameter.name not in ("self", "options"):
-                assert call_errors.annotation_of(parameter) in call_errors.VALUE_KINDS, (function, parameter)
-                assert parameter.default is not parameter.empty or parameter.name in call_errors.EXAMPLES
+                assert boundary.annotation_of(parameter) in boundary.VALUE_KINDS, (function, parameter)
+                assert parameter.default is not parameter.empty or parameter.name in boundary.EXAMPLES

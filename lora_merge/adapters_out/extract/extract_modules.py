@@ -479,8 +479,8 @@ class Extractor:
             return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if form.kind == "vector":
             return self._vector(difference)
-        if self.storage.algorithm == LOKR.name:
-            return self._product(difference)
+        if form.kind == "product":
+            return self._product(difference, form.algorithm)
         target = Target(where.name, where.parameter, shape, (), (), "")
         tensors, layer = self._layer(target, difference, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
@@ -497,15 +497,17 @@ class Extractor:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         return stored_module(where, tensors, layer)
 
-    def _product(self, difference: Difference) -> StoredModule:
+    def _product(self, difference: Difference, algorithm: str) -> StoredModule:
         """Return the nearest Kronecker product."""
         where, rule = difference.pair.place, self.rule(difference).of_inputs(0)
         if not self.to.copies:
-            raise FitError(f"{self.to.name} cannot hold lokr", where.name, "use `--format kohya`, lycoris or comfy")
+            raise FitError(
+                f"{self.to.name} cannot hold {algorithm}", where.name, "use `--format kohya`, lycoris or comfy"
+            )
         _expect_one_matrix(difference)
         tensors, layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
                                    lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
-        endings = {slot: COPIED_ENDINGS[LOKR.name, where.parameter, slot] for slot in tensors}
+        endings = {slot: COPIED_ENDINGS[algorithm, where.parameter, slot] for slot in tensors}
         return self._spelled(where, {endings[slot]: value for slot, value in tensors.items()}, layer)
 
     @property

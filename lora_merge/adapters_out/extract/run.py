@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ...algorithms.lokr import LOKR
 from ...command import Request
 from ...disk.destination import check_output
 from ...disk.draft import Heap
@@ -33,7 +32,7 @@ from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect, stated_dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import Filled, Place
-from ..job import AUTO_FORMAT, FILE, OTHERS, SKIP, WHOLE, AdapterJob, adapter_job, algorithm_in, one_rank
+from ..job import AUTO, AUTO_FORMAT, FACTORS, FILE, OTHERS, SKIP, AdapterJob, adapter_job, algorithm_in, one_rank
 from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
@@ -165,7 +164,7 @@ def _usual(names: Names, job: AdapterJob) -> Dialect:
     """Return the dialect of `--format auto`: kohya's for models of images, for a file and for what a folder of PEFT has
     no place for, else that folder."""
     draws = any((p.role == "denoiser" and p.label != "model") or p.kind for p in names.parts)
-    file = job.output.suffix == ".safetensors" or job.algorithm in (WHOLE, LOKR.name)
+    file = job.output.suffix == ".safetensors" or job.algorithm not in (AUTO, FACTORS)
     return DIALECTS["kohya" if draws or file else "peft"]
 
 

@@ -16,7 +16,7 @@ from ...text import plural
 from ..compare import compare_summary
 from ..file_verdict import LEVELS, SIZE_TITLE, name_of, of_all, table_of_files, top
 from ..hashes import hash_title
-from ..text import few, match_summary, metadata, summary, training_value
+from ..inspect_rows import few, match_summary, metadata, summary, training_value
 from ..training import THUMBNAIL
 from .content import CLICK, COSINE, CURVE_AXES, CURVE_TITLE, Column, Metric, PageContent, Values, root
 

@@ -199,11 +199,11 @@ def merge_origin(row: Mapping[str, Any]) -> str:
     """Return one of the merges from which a model comes, in words."""
     if "inputs" in row:
         return str(row["inputs"])
-    adapters = ", ".join(f"{a['name']}:{a['strength']}{as_typed(a['parts'])}" for a in row["adapters"])
+    adapters = ", ".join(f"{a['name']}:{a['strength']}{typed_parts(a['parts'])}" for a in row["adapters"])
     return f"{row['base']} + {adapters} ({row['by']})"
 
 
-def as_typed(value: object) -> str:
+def typed_parts(value: object) -> str:
     """Return the parts in a recipe as they are typed behind an adapter, ",te=0.0"; "" for what is no list of them."""
     pairs = [p for p in value if isinstance(p, list) and len(p) == 2] if isinstance(value, list) else []
     return "".join(f",{part}={factor}" for part, factor in pairs)
