@@ -751,20 +751,22 @@ def test_files_of_a_fix_fit_each_other(run: Run, words: str, right: str) -> None
     assert right in run(*words.split())[2]
 
 
-def test_each_of_two_ways_of_a_fix_is_a_line(run: Run) -> None:
-    """A name for the format, or a format for the name."""
+@pytest.mark.parametrize(("words", "right"), [
+    ("flux.gguf style -o x.safetensors", ["-o x.gguf", "-o x.safetensors --dtype bf16"]),
+    ("flux.gguf style -o x.safetensors --dtype nf4", ["--dtype q4_0 -o x.gguf"]), ("flux.gguf style --dtype int8", ["--dtype q8_0"]),
+    ("base lora -o x.gguf --dtype fp16", ["-o x.safetensors --dtype fp16"]), ("base lora -o x.gguf --dtype q8_0", ["--dtype bf16 -o x.safetensors"]),
+    ("base lora -o x.gguf --dtype fp8_block", ["--dtype bf16 -o x.safetensors"]),
+])  # fmt: skip
+def test_container_is_corrected_by_one_fix(run: Run, words: str, right: list[str]) -> None:
+    """A name for the format, or a format for the name; each line is accepted."""
     at = "single_blocks.0.linear2"
     gguf_files.write(
         Path("flux.gguf"), "flux", {f"{name}.weight": (rand(32, 32).numpy(), "F16") for name in (at, "img_in")}
     )
     save({f"{at}.lora_A.weight": rand(2, 32), f"{at}.lora_B.weight": rand(32, 2)}, Path("style.safetensors"))
-    lines = (
-        run("flux.gguf", "style", "-o", "x.safetensors")[2]
-        .partition("; write lora-merge ")[2]
-        .split("; or lora-merge ")
-    )
-    assert lines == ["flux.gguf style -o x.gguf", "flux.gguf style -o x.safetensors --dtype bf16\n"]
-    assert [run(*line.split())[0] for line in lines] == [0, 0]
+    lines = run(*words.split())[2].rpartition("write lora-merge ")[2].strip().split("; or lora-merge ")
+    assert lines == [f"{words[: words.index(' -')]} {options}" for options in right]
+    assert all(run(*line.split())[0] == 0 for line in lines)
 
 
 @pytest.mark.parametrize("name", ["PEFT", "Kohya", "ComfyUI", "a1111", "AI_Toolkit", "Forge"])
