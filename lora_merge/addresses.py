@@ -171,12 +171,15 @@ ADDRESS_FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Addre
 _BARE: Final = rf"(?P<name>{_NAME}?){_REVISION}{_INSIDE}"
 """`owner/name[@revision][/path]`, without a scheme."""
 
-_SCHEMES: Final = r"(?i)(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az|sftp|ssh|webdavs|abfss?):"
+_HOSTS: Final = r"(?:www\.[\w.-]+|huggingface\.co|hf\.co|civitai\.(?:com|red)|modelscope\.(?:cn|ai))/"
+"""The beginning of a web address as browsers show it, without https://."""
+
+_SCHEMES: Final = r"(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az|sftp|ssh|webdavs|abfss?):"
 
 
 def is_spelled_out(text: str) -> bool:
-    """Return whether a text has the scheme of an address, as a bare `owner/name` has not."""
-    return re.match(_SCHEMES, text) is not None
+    """Return whether a text has the scheme or the host of an address, as a bare `owner/name` has not."""
+    return re.match(f"(?i){_SCHEMES}|{_HOSTS}", text) is not None
 
 
 def split(text: str) -> tuple[Address, str] | None:
@@ -186,6 +189,8 @@ def split(text: str) -> tuple[Address, str] | None:
     """
     if len(text) > LONGEST_ADDRESS or ("/" not in text and ":" not in text) or _exists(text):
         return None
+    if re.match(f"(?i){_HOSTS}", text) and not _exists(text.partition("/")[0]):
+        return _split(f"https://{text}")
     return _split(text) if is_spelled_out(text) else _bare(text)
 
 

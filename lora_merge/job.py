@@ -77,7 +77,8 @@ MODEL_FILES: Final = ("config.json", "model_index.json", "adapter_config.json")
 MOST_PARTS: Final = 500
 """Limit of `--strength-for` for one adapter; each part is looked up for each tensor."""
 
-_UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS: Final = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+                 "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,10 @@ them, or path → strength."""
 def parse_size(text: str | int, option: str = "--max-memory") -> int:
     """Return the number of bytes for "512MiB", "4GB", "1.5 GiB" or a plain number of bytes; UsageError for others."""
     fix = "write it like 512MiB or 4GB"
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", shown(text, None).lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", shown(text, None).lower())
     if match is None or match[2] == "i":
-        raise UsageError(f"{shown(text)!r} is not a size", option, fix)
+        right = _size_meant(shown(text).lower())
+        raise UsageError(f"{shown(text)!r} is not a size", option, f"write `{option} {right}`" if right else fix)
     size = float(match[1]) * _UNITS[match[2]]
     if size >= HUGE:
         raise UsageError(f"{shown(text)} is more than any machine has", option, fix)
@@ -197,10 +199,27 @@ def memory_limit(text: str | int, option: str = "--max-memory") -> int:
     its unit, such as 4."""
     size = parse_size(text, option)
     if 0 < size < LEAST_LIMIT and str(text).strip().isdigit():
-        right = f"{size}{'GB' if size <= 64 else 'MB'}"
+        right = _with_unit(size)
         error = UsageError(f"{size} is a number of bytes", f"`{option} {size}`", f"write `{option} {right}`")
         raise error.instead(str(size), right)
     return size
+
+
+def _size_meant(text: str) -> str:
+    """Return the size that a text was probably meant for: 4GB for "-4", "4 gigs", "4,0 Go" and "4e9"; "" without a
+    number."""
+    match = re.fullmatch(r"\D*?(\d+(?:[.,]\d+)?(?:e\+?\d)?)\s*(?:([kmgt])[a-z]*)?\W*", text.replace("%", "percent"))
+    if match is None:
+        return ""
+    number = float(match[1].replace(",", "."))
+    return f"{number:g}{match[2].upper()}B" if match[2] else _with_unit(number)
+
+
+def _with_unit(number: float) -> str:
+    """Return a size with the unit that it was probably meant in."""
+    if number < LEAST_LIMIT:
+        return f"{number:g}{'GB' if number <= 64 else 'MB'}"
+    return f"{number / 10**9:g}GB"
 
 
 def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, **options: Any) -> Job:

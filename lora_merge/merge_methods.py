@@ -106,8 +106,13 @@ METHODS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
 )
 """The values of `--method` for merging."""
 
-SAME_COMBINATION: Final = {"cat": SUM, "svd": SUM, "task_arithmetic": SUM, "linear": SUM, "magnitude_prune": "prune"}
-"""Name in other programs → row of COMBINATIONS."""
+SAME_COMBINATION: Final[Mapping[str, str]] = MappingProxyType({
+    **dict.fromkeys(("cat", "concat", "svd", "task_arithmetic", "linear", "add"), SUM),
+    **dict.fromkeys(("average", "lerp", "weighted_average"), MEAN),
+    **dict.fromkeys(("magnitude_prune", "magnitude_prune_svd"), "prune"), "ties_svd": "ties", "nuslerp": "slerp",
+    **dict.fromkeys(("dare_linear", "dare_linear_svd"), "dare"), "dare_ties_svd": "dare_ties", "della_linear": "della",
+})  # fmt: skip
+"""Name in PEFT (add_weighted_adapter) and mergekit → row of COMBINATIONS."""
 
 LEAST_DIVISOR: Final = 1e-12
 """The smallest sum of strengths by which a mean divides."""

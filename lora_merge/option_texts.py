@@ -246,6 +246,8 @@ def python_call(command: str) -> str:
     name, *rest = words if words and words[0] in CALLS else (MERGE, *words)
     alone, form = CALLS[name]
     at = next((n for n, word in enumerate(rest) if word.startswith("-")), len(rest))
+    if at and name == "batch":
+        form = "run_batch({1})"
     arguments = [*map(_literal, rest[:at][:alone])]
     if adapters := [*map(_adapter, rest[:at][alone:])]:
         arguments.append(f"[{', '.join(adapters)}]")

@@ -7,7 +7,7 @@ them with the lists that are written out for type checkers (typed_options.py, `J
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, GGUF_TYPES, QUANTISED_DTYPES
 from .errors import ResourceError, UsageError
-from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
+from .merge_methods import DIVISORS, ELECTIONS, METHODS, SAME_COMBINATION, SUM
 from .text import HUGE, described, is_finite, number_of, python_code, shown, with_article
 
 MEANT: Final[Mapping[str, str]] = MappingProxyType({
@@ -429,18 +429,38 @@ def checked_value(option: Option, value: Any) -> Any:
             raise unlike(value, option.flag, DEVICES, f"cuda:{value}" if type(value) is int else None)
         name = spelled(option, str(value))
         if not re.fullmatch(DEVICE, name):
-            fix = f"write `{option.flag} cuda:{name}`" if name.isdecimal() else f"use {DEVICES}"
+            right = _device_meant(name)
+            fix = f"write `{option.flag} {right}`" if right else f"use {DEVICES}"
             raise ResourceError(f"unknown device {shown(value)!r}", option.flag, fix)
         return name
     if option.kind == "word":
         name = spelled(option, value) if isinstance(value, str) else ""
         if name in option.words:
             return name
-        near = get_close_matches(name, option.words, 1, 0.7)
+        foreign = [SAME_COMBINATION.get(name, "")] if option.name == "method" else []
+        near = [word for word in foreign if word] or get_close_matches(name, option.words, 1, 0.7)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(option.words)}"
         error = UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
         raise error.instead(str(value), *near)
     return value
+
+
+OTHER_DEVICES: Final = {
+    **dict.fromkeys(("nvidia", "rocm", "hip", "amd"), "cuda"), **dict.fromkeys(("metal", "apple"), "mps"),
+    **dict.fromkeys(("intel", "arc"), "xpu"), **{name: name for name in ("auto", "cpu", "cuda", "mps", "xpu")},
+}  # fmt: skip
+"""Name of a device in other programs, or here → its name in torch."""
+
+
+def _device_meant(name: str) -> str:
+    """Return the devices that a text was probably meant for: cuda:0 for "cuda0", cuda:0,cuda:1 for "0,1"; "" for
+    none."""
+    devices = []
+    for word in name.split(","):
+        match = re.fullmatch(r"([a-z]*)[\s:_-]*(\d*)", word.strip())
+        kinds = get_close_matches(match[1] or "cuda", OTHER_DEVICES, 1, 0.7) if match else []
+        devices += [f"{OTHER_DEVICES[kind]}{f':{match[2]}' if match[2] else ''}" for kind in kinds if match]
+    return ",".join(devices) if re.fullmatch(DEVICE, ",".join(devices)) else ""
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
@@ -459,11 +479,16 @@ SAME_DTYPE: Final = {
 PLAIN_FP8: Final = ("fp8_e4m3fn", "fp8_e5m2")
 """The dtypes of fp8 without scales."""
 
+FEW_WORDS: Final = 4
+"""Values of an option that are listed where nothing shows which was meant."""
+
 QUANTISED: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("fp8", "float8", "f8"), ("fp8_scaled", "fp8_block", *PLAIN_FP8)),
-    **dict.fromkeys(("int4", "4bit", "w4", "bnb4"), ("nf4", "q4_0", "q4_k")),
+    **dict.fromkeys(
+        ("4", "int4", "4bit", "w4", "bnb4", "bnb", "awq", "gptq", "hqq", "exl2", "exl3"), ("nf4", "q4_0", "q4_k")
+    ),
     **dict.fromkeys(("fp4", "mxfp4"), ("nvfp4", "nf4")),
-    **dict.fromkeys(("8bit", "w8", "bnb8"), ("int8", "q8_0")), "gguf": ("q8_0", "q4_k"),
+    **dict.fromkeys(("8", "8bit", "w8", "bnb8"), ("int8", "q8_0")), "gguf": ("q8_0", "q4_k"),
 }  # fmt: skip
 """Name of a quantised dtype in other programs, where it may mean several formats → these formats."""
 
@@ -499,6 +524,17 @@ def alike(word: str, known: Iterable[str]) -> list[str]:
     return digits or (letters if len(letters) == 1 else [])
 
 
+def nearest_in_bits(name: str, words: Sequence[str]) -> list[str]:
+    """Return the dtypes whose bits are the nearest to those in a name, of its first letter if there are any: fp32 for
+    fp80, q8_0 for q9_0, fp16 and bf16 for int16 and 16; none for a name without bits."""
+    bits = {word: int(match[0]) for word in (name, *words) if (match := re.search("[0-9]{1,3}", word))}
+    if name not in bits:
+        return []
+    apart = {word: (abs(bits[word] - bits[name]), word[0] != name[0]) for word in words if word in bits}
+    least = min(apart.values())
+    return [word for word in apart if apart[word] == least and not (name.isdigit() and least[0])]
+
+
 def dtype_name(value: object, option: Option) -> str:
     """Return the name of a dtype on the command line, also for a torch dtype; UsageError if the option rejects it."""
     name = spelled(option, str(getattr(value, "__name__", value)))  # numpy.float16 is a class
@@ -506,11 +542,14 @@ def dtype_name(value: object, option: Option) -> str:
         near = [word for word in QUANTISED.get(name, ()) if word in option.words]
         near = near or [word for word in option.words if name and word.startswith(name)]  # q8
         near = near or get_close_matches(name, alike(name, option.words), 1, 0.7)
-        near = near or [word for word in option.words if name.isdigit() and word in (f"fp{name}", f"bf{name}")]
-        fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
+        near = near or nearest_in_bits(name, option.words)
+        some = near or option.words[:FEW_WORDS]
+        fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(some)}"
+        if not near and len(some) < len(option.words):
+            fix += "; lora-merge help merge lists all"
         uses: dict[str, list[str]] = {}
-        for word in near:
-            uses.setdefault(DTYPE_USES.get(word, ""), []).append(word)
+        for word in filter(DTYPE_USES.get, near):
+            uses.setdefault(DTYPE_USES[word], []).append(word)
         if len(uses) > 1:
             fix += "".join(f"; {' and '.join(words)}: {use}" for use, words in uses.items())
         error = UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError
+from ..files.file_signatures import is_mergekit, of_mergekit
 from ..files.yaml_source import FIRST_FILE, Place
 from ..job import MOST_ADAPTERS
 from ..options import alike
@@ -30,9 +31,6 @@ _SENTENCES: Final = {
 NUMBER: Final = r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 
 SHAPE: Final = "write version: 1 and jobs: [{base: FILE, adapters: [FILE], output: FILE}]"
-
-MERGEKIT: Final = frozenset({"merge_method", "models", "slices", "base_model", "tokenizer_source"})
-"""Fields that a mergekit configuration begins with."""
 
 REQUIRED: Final = {
     "version": "write version: 1 in the first line",
@@ -79,9 +77,8 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
     `lines`: where each is and what it is, as far as they are listed; `count`: all of them.
     """
     fields = value.keys() if isinstance(value, Mapping) else frozenset()
-    if "jobs" not in fields and MERGEKIT & fields:
-        what = "a mergekit configuration, which merges checkpoints, not a jobs file"
-        return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
+    if is_mergekit(fields):
+        return of_mergekit(name)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
     fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` lists the fields"
     if not isinstance(value, Mapping):

@@ -12,7 +12,9 @@ from typing import Any, Final
 from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..errors import UsageError
+from ..files.file_signatures import JOBS_ENDINGS, not_weights
 from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
+from .corrected_line import line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -60,7 +62,7 @@ FOREIGN_COMMANDS: Final = {
 }
 """Command of another program → the one that does this here."""
 
-SHORT_COMMANDS: Final = MappingProxyType({"diff": "extract --algorithm full"})
+SHORT_COMMANDS: Final = MappingProxyType({"diff": "extract --algorithm full", "plan": "merge --dry-run"})
 """Word → the words that it is short for."""
 
 _WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
@@ -87,17 +89,25 @@ def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
 
 
 def check_spaces(args: Sequence[str]) -> None:
-    """Raise UsageError for words that together are the name of one file, which belongs in quotes."""
+    """Raise UsageError for words that together are one: a file with its strength, a size, a name that needs quotes."""
     for at, word in enumerate(args):
         if word.startswith("-") or exists(with_found_ending(word)):
             continue
-        before = args[at - 1] if at and word.startswith(":") else ""
-        if split_strength(before + word)[1] is not None and exists(with_found_ending(before)):
-            raise UsageError("a space before a strength", f"{before} {word}"[:200], f"write {typed([before + word])}")
+        before = args[at - 1] if at else ""
+        if word.startswith(":") and split_strength(before + word)[1] is not None and exists(with_found_ending(before)):
+            raise _one_word("a space before a strength", args, slice(at - 1, at + 1))
+        of_option = " ".join(args[max(at - 2, 0) : at])
+        if re.fullmatch("[KMGTkmgt]i?[Bb]?", word) and re.search(r"(^| )--\S+[ =][0-9.,]+$", of_option):
+            raise _one_word("a space in a size", args, slice(at - 1, at + 1))
         for end in range(at + 2, min(at + 8, len(args)) + 1):
-            whole = " ".join(args[at:end])
-            if exists(with_found_ending(split_strength(whole)[0])):
-                raise UsageError("a name with spaces needs quotes", whole[:200], f"write {typed([whole])}")
+            if exists(with_found_ending(split_strength(" ".join(args[at:end]))[0])):
+                raise _one_word("a name with spaces needs quotes", args, slice(at, end), " ")
+
+
+def _one_word(what: str, args: Sequence[str], parts: slice, between: str = "") -> UsageError:
+    """Return the error for words of a line that are one."""
+    right = [*args[: parts.start], between.join(args[parts]), *args[parts.stop :]]
+    return UsageError(what, " ".join(args[parts])[:200], f"write {line(right)}")
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
@@ -106,16 +116,21 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
             continue
-        typed = [arg for arg in before if arg.startswith("-") and arg.partition("=")[0] in parameter.opts]
-        if len(typed) > 1:
-            raise UsageError(f"{max(parameter.opts, key=len)} is given {len(typed)} times", " ".join(args)[:200],
-                             "give it once")  # fmt: skip
+        values = [
+            arg.partition("=")[2] or next_arg
+            for arg, next_arg in zip(before, [*before[1:], ""], strict=False)
+            if arg.startswith("-") and arg.partition("=")[0] in parameter.opts
+        ]
+        if len(values) > 1:
+            flag = max(parameter.opts, key=len)
+            raise UsageError(f"{flag} is given {len(values)} times", " ".join(args)[:200],
+                             f"give it once: `{flag} {typed(values[-1:])}`")  # fmt: skip
 
 
 def check_command(word: str, commands: Mapping[str, str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
-    if word.endswith((".yaml", ".yml", ".csv")) and exists(word):
-        raise UsageError("this is a jobs file, not a base", word[:200], f"write {typed(['lora-merge', 'batch', word])}")
+    if word.endswith(JOBS_ENDINGS) and exists(word):
+        raise not_weights(expand(word))
     if exists(word) or not (word in FOREIGN_COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:

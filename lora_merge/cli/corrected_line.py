@@ -62,7 +62,9 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         changes = _changes(error.fix, parameters, first=not right)
         right += [_with_options(words, change, parameters) for change in changes]
         right = [in_places(new, flags(parameters)) for new in right or [words]]
-        right = [new for new in right if new not in ([], words) and not _names_twice(new, words)]
+        right = [
+            new for new in right if new not in ([], words) and not _twice(new, parameters) - _twice(words, parameters)
+        ]
         lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
         fix = f"write {('; then ' if len(changes) > 1 else '; or ').join(reversed(lines.values()))}"
         if not lines:
@@ -205,7 +207,10 @@ def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], param
     known = flags(parameters)
     names = {name: {*p.opts} for p in parameters if p.param_type_name == "option" for name in p.opts}
     repeatable = {name for p in parameters if p.multiple for name in p.opts}
-    typed_options = {word.partition("=")[0] for word in words if word.startswith("-")}
+    after = zip(["", *words], words, strict=False)  # the value of an option may begin with a hyphen, too
+    typed_options = {
+        word.partition("=")[0] for before, word in after if word.startswith("-") and known.get(before, True)
+    }
     if not typed_options <= known.keys() or typed_options & repeatable & {flag for flag, _ in stated}:
         return [*words]
     replaced = {name for flag, _ in stated for name in names[flag]}
@@ -234,10 +239,10 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
             yield word
 
 
-def _names_twice(new: Sequence[str], words: Sequence[str]) -> bool:
-    """Return whether a line names one file twice in place of two, such as the base in the place of an adapter."""
-    kinds = ({with_found_ending(_bare(word)) for word in line} for line in (new, words))
-    return len(next(kinds)) < len(next(kinds))
+def _twice(words: Sequence[str], parameters: Sequence[Any]) -> set[str]:
+    """Return the files that a line names twice, such as a base that is also in the place of an adapter."""
+    files = [with_found_ending(_bare(word)) for word in split_words(words, flags(parameters))[0]]
+    return {file for file in files if files.count(file) > 1}
 
 
 def _path(word: str, wrong: str, right: str) -> str:

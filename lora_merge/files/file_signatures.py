@@ -5,16 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Final
 
+from ..disk.files import open_regular
 from ..dtypes import Shape
-from ..errors import InputError
-from ..paths import ENDINGS, exists
+from ..errors import InputError, MergeError, UsageError
+from ..paths import ENDINGS, exists, nearest, typed
 from ..text import listed, quoted
 from .folder_layouts import FOLDER_CONFIGS, entries
 
@@ -115,6 +116,13 @@ READS_TEXT: Final = re.compile(r"\.attn2\.to_k\.weight$|\.to_k_ip\.weight$")
 TEXT_BYTES: Final = bytes(range(32, 127)) + b"\t\r\n"
 """Bytes of plain text."""
 
+LONGEST_BEGINNING: Final = 2**16  # bytes of a text in which its fields are looked for
+
+JOBS_ENDINGS: Final = (".yaml", ".yml", ".csv")
+
+MERGEKIT: Final = frozenset({"merge_method", "models", "slices", "base_model", "tokenizer_source"})
+"""Fields that a mergekit configuration begins with."""
+
 
 def foreign(keys: Iterable[str]) -> str:
     """Return what a file without adapter tensors is; "" if its keys do not show it."""
@@ -185,7 +193,35 @@ def _nested(value: object, name: str, depth: int, visited: set[int]) -> Iterator
             yield from _nested(inner, f"{name}{str(key)[:LONGEST_FOREIGN_NAME]}.", depth - 1, visited)
 
 
-def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
+def is_mergekit(fields: Collection[str]) -> bool:
+    """Return whether a table with these fields is a mergekit configuration, not a jobs file."""
+    return "jobs" not in fields and not MERGEKIT.isdisjoint(fields)
+
+
+def of_mergekit(where: str) -> UsageError:
+    """Return the error for a mergekit configuration."""
+    return UsageError(
+        "a mergekit configuration: mergekit merges checkpoints with each other, lora-merge merges adapters into one",
+        where,
+        "run mergekit-yaml; or write the change of each checkpoint as an adapter with lora-merge extract, and merge "
+        "these; for adapters alone use lora-merge combine or lora-merge average",
+    )
+
+
+def not_weights(path: Path) -> UsageError:
+    """Return the error for a text file in the place of weights: a mergekit configuration, or a jobs file."""
+    with open_regular(path) as file:
+        text = file.read(LONGEST_BEGINNING).decode(errors="replace")
+    if is_mergekit({*re.findall(r"(?m)^(\w+) *:", text)}):
+        return of_mergekit(str(path))
+    return UsageError(
+        "this is a jobs file, not a model or an adapter",
+        str(path),
+        f"write `lora-merge batch {typed([nearest(str(path))])}`",
+    )
+
+
+def refusal(path: Path, start: bytes, size: int, why: str) -> MergeError:
     """Return the error for a file of `size` bytes that begins with `start` and is not a safetensors file."""
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
@@ -194,6 +230,8 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     for magic, what, fix in MAGIC_BYTES:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
+    if path.suffix.lower() in JOBS_ENDINGS:
+        return not_weights(path)
     if not start.strip(TEXT_BYTES):
         why = f"it is text, {quoted(start.decode('ascii'))}"
     kind = path.suffix if path.suffix in ENDINGS else ".safetensors"

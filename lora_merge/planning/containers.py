@@ -14,6 +14,7 @@ from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.encodings.base import Packing
 from ..files.formats.base import NewWeight
+from ..files.formats.output import FILE_FORMATS
 from ..files.gguf.adapter import adapter_tensors, family_of, is_adapter
 from ..files.gguf.container import DEFAULT_ALIGNMENT
 from ..files.gguf.diffusion import (
@@ -31,12 +32,15 @@ from ..files.gguf.view import ARCHITECTURE, as_plain
 from ..files.safetensors import layout
 from ..job import Job
 from ..models.weights import Weight
+from ..options import nearest_in_bits
 from ..paths import nearest, typed
 from ..text import Note, quoted
 from .plan import OutputTensor
 
 GGUF: Final = ".gguf"
 GGUF_DTYPES: Final = ("keep", "fp32", "fp16", "bf16", *GGUF_TYPES)
+SIMPLE_TYPES: Final = ("q8_0", "q4_0")
+"""Types of GGUF that are proposed for a quantised dtype of other files: they have blocks of 32 values."""
 
 
 @dataclass(frozen=True)
@@ -208,14 +212,17 @@ def container_of(job: Job, base: Index) -> OutputContainer:
     if base.gguf is None:
         gguf = job.dtype in GGUF_TYPES or job.output.suffix.lower() == GGUF
     else:
-        gguf = job.dtype in ("keep", *GGUF_TYPES) or base.gguf.language
+        gguf = job.dtype in ("keep", *QUANTISED_DTYPES) or base.gguf.language
     if not gguf:
         return SafetensorsOutput(job, base)
+    file = _new_file(job, base) if base.gguf is None else None
     if job.dtype not in GGUF_DTYPES:
-        raise UsageError("GGUF has no such type", f"`--dtype {job.dtype}`", f"use one of {', '.join(GGUF_DTYPES)}")
-    if base.gguf is not None:
-        return GgufOfGguf(job, base)
-    return NewGguf(job, base, _new_file(job, base))
+        right = nearest_in_bits(job.dtype, SIMPLE_TYPES)[0]
+        fix = f"write `--dtype {right}`"
+        if not base.path.is_dir() and job.output.suffix.lower() != GGUF:
+            fix = f"write `--dtype {right} -o {typed([nearest(str(job.output.with_suffix(GGUF)))])}`"
+        raise UsageError("GGUF has no such type", f"`--dtype {job.dtype}`", fix)
+    return GgufOfGguf(job, base) if file is None else NewGguf(job, base, file)
 
 
 def check_name(container: OutputContainer) -> None:
@@ -273,7 +280,8 @@ def _no_names(job: Job, base: Index) -> UsageError:
     """Return the error for a base whose names ComfyUI-GGUF does not know: what it looks for, and what is missing."""
     right = job.output.with_suffix(SafetensorsOutput.suffix)
     named = f" -o {typed([nearest(str(right))])}" * (right != job.output)
-    plain = f"write `--dtype bf16{named}`" if job.dtype in GGUF_TYPES else "name the output .safetensors"
+    of_files = job.dtype in ("keep", *DTYPES, *FILE_FORMATS)  # other dtypes are those of GGUF and of folders
+    plain = "name the output .safetensors" if of_files else f"write `--dtype bf16{named}`"
     if alike := missing_signs(base.tensors):
         kind, missing = alike
         why = f"it recognises {kind.name} by {' and '.join(missing)}: not in the base"
@@ -284,7 +292,7 @@ def _no_names(job: Job, base: Index) -> UsageError:
         fix = (f"{plain}; or give the model as ComfyUI has it, not as diffusers has it; a language model is converted "
                "first by llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
     error = UsageError("ComfyUI-GGUF loads no model with the names of this base", f"{base.path}: {why}", fix)
-    return error if job.dtype in GGUF_TYPES else error.instead(str(job.output), str(right))
+    return error.instead(str(job.output), str(right)) if of_files else error
 
 
 def with_names_of(base: Index, adapter: AdapterFile) -> AdapterFile:

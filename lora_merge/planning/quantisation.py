@@ -221,8 +221,6 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if job.dtype in GGUF_TYPES:
         return OutputFormat(_blocks_of(base, job.dtype.upper()))
     where, folder = f"`--dtype {job.dtype}`", base.path.is_dir()
-    if base.gguf is not None:
-        raise UsageError("GGUF has no such type", where, f"write `--dtype {GGUF_TYPES[0]}`{_others(GGUF_TYPES)}")
     table, reader = (
         (FOLDER_FORMATS, "transformers cannot read a folder")
         if folder

@@ -122,7 +122,8 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("verify base.safetensors lora.safetensors", 2, "1 word too many: lora.safetensors", "lora-merge inspect base.safetensors lora.safetensors"),
     ("resize lora.safetensors ink.safetensors --rank 2", 2, "1 word too many: ink.safetensors", "lora-merge resize lora.safetensors --rank 2"),
     ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5\n"),
-    ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, not a jobs file", "write version: 1 and jobs: [{base: FILE"),
+    *((f"{words} kit.yaml", 2, "a mergekit configuration: mergekit merges checkpoints with each other", "run mergekit-yaml; or")
+      for words in ("batch", "", "inspect", "plan", "base.safetensors")),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "name a LoRA or another adapter\n"),
     ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: lora.safetensors:1\n"),

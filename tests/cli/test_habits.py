@@ -212,7 +212,7 @@ def test_name_with_spaces_is_in_quotes(run: Run, command: list[str]) -> None:
     shutil.copy("lora.safetensors", "my new style.safetensors")
     code, _, err = run(*command, "my", "new", "style:0.5")
     assert code == 2
-    assert err.endswith("fix:   write 'my new style:0.5'\n")
+    assert err.endswith(f"fix:   write lora-merge {' '.join(command)} 'my new style:0.5'\n")
 
 
 def test_advice_names_options_that_the_command_has(run: Run) -> None:
@@ -259,7 +259,10 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
     ("words", "fix"),
     [
         (["base.safetensors", "lora.safetensors", "-o", "a", "--output", "b"], "give it once"),
-        (["base.safetensors", "lora.safetensors", "--dtype=bf16", "--dtype", "fp16"], "give it once"),
+        (
+            ["base", "lora", "--dtype=bf16", "-q", "--dtype", "fp16"],
+            "give it once: --dtype fp16; write lora-merge base lora -q --dtype fp16",
+        ),
         (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?…'"),
         (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b c.safetensors"),
         (["civitai:1234", "lora.safetensors"], "curl -L -O -J https://civitai.com/api/download/models/1234"),
@@ -416,12 +419,15 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run, name: str) -> No
 @pytest.mark.parametrize(("words", "fix"), [
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
-    ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
+    ("--dtype fp64", "--dtype fp32"), ("--dtype q9_0", "--dtype q8_0"), ("--dtype int16", "use one of fp16, bf16"), ("--dtype awq", "use one of nf4"),
+    ("--dtype zz", "bf16; lora-merge help merge lists all"), ("--method linear", "--method sum"), ("--device gpu0", "--device cuda:0"),
+    ("--device 0,1", "--device cuda:0,cuda:1"), ("--device metal", "--device mps"), ("--max-memory 1e9", "--max-memory 1GB"),
+    ("--max-memory -5", "--max-memory 5GB"), ("--max-vram 4gigs", "--max-vram 4GB"), ("--max-memory lots", "like 512MiB"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
     ("--dtype q8", "loras/ink --dtype q8_0"), ("--dtype fp-16", "loras/ink --dtype fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:
     code, _, err = run("base", "lora", "loras/ink", *words.split(), "--dry-run", "-q")
-    assert code == (2 if fix else 0), err
+    assert code == ((5 if "device" in words else 2) if fix else 0), err
     assert fix in err
 
 
@@ -745,20 +751,22 @@ def test_files_of_a_fix_fit_each_other(run: Run, words: str, right: str) -> None
     assert right in run(*words.split())[2]
 
 
-def test_each_of_two_ways_of_a_fix_is_a_line(run: Run) -> None:
-    """A name for the format, or a format for the name."""
+@pytest.mark.parametrize(("words", "right"), [
+    ("flux.gguf style -o x.safetensors", ["-o x.gguf", "-o x.safetensors --dtype bf16"]),
+    ("flux.gguf style -o x.safetensors --dtype nf4", ["--dtype q4_0 -o x.gguf"]), ("flux.gguf style --dtype int8", ["--dtype q8_0"]),
+    ("base lora -o x.gguf --dtype fp16", ["-o x.safetensors --dtype fp16"]), ("base lora -o x.gguf --dtype q8_0", ["--dtype bf16 -o x.safetensors"]),
+    ("base lora -o x.gguf --dtype fp8_block", ["--dtype bf16 -o x.safetensors"]),
+])  # fmt: skip
+def test_container_is_corrected_by_one_fix(run: Run, words: str, right: list[str]) -> None:
+    """A name for the format, or a format for the name; each line is accepted."""
     at = "single_blocks.0.linear2"
     gguf_files.write(
         Path("flux.gguf"), "flux", {f"{name}.weight": (rand(32, 32).numpy(), "F16") for name in (at, "img_in")}
     )
     save({f"{at}.lora_A.weight": rand(2, 32), f"{at}.lora_B.weight": rand(32, 2)}, Path("style.safetensors"))
-    lines = (
-        run("flux.gguf", "style", "-o", "x.safetensors")[2]
-        .partition("; write lora-merge ")[2]
-        .split("; or lora-merge ")
-    )
-    assert lines == ["flux.gguf style -o x.gguf", "flux.gguf style -o x.safetensors --dtype bf16\n"]
-    assert [run(*line.split())[0] for line in lines] == [0, 0]
+    lines = run(*words.split())[2].rpartition("write lora-merge ")[2].strip().split("; or lora-merge ")
+    assert lines == [f"{words[: words.index(' -')]} {options}" for options in right]
+    assert all(run(*line.split())[0] == 0 for line in lines)
 
 
 @pytest.mark.parametrize("name", ["PEFT", "Kohya", "ComfyUI", "a1111", "AI_Toolkit", "Forge"])
@@ -792,8 +800,12 @@ def test_other_commands_have_values_of_every_tensor_on_request_too(run: Run, wor
         assert (table in found) is present
 
 
-def test_space_before_a_strength_is_closed(run: Run) -> None:
-    assert run("base", "lora", ":0.8")[2].endswith("fix:   write lora:0.8\n")
+@pytest.mark.parametrize(("words", "right"), [
+    ("base lora :0.8 --dry-run", "base lora:0.8 --dry-run"), ("base lora --max-memory 4 GB", "base lora --max-memory 4GB"),
+    ("base lora --max-memory=1.5 gib", "base lora --max-memory=1.5gib"),
+])  # fmt: skip
+def test_space_inside_a_word_is_closed(run: Run, words: str, right: str) -> None:
+    assert run(*words.split())[2].endswith(f"fix:   write lora-merge {right}\n")
 
 
 def test_strength_of_a_base_named_second_is_that_of_the_adapter(run: Run) -> None:

@@ -86,12 +86,14 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "write --dtype bf16, …":
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
-    "write --dtype ……":
-        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write --dtype …":
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o civitai:12345-write a file here with -o NAME]",
+    "write lora-merge batch …":
+        "tests/cli/test_habits.py::test_jobs_file_in_the_place_of_a_base_is_for_batch",
+    "write --dtype … -o …":
+        "tests/cli/test_habits.py::test_container_is_corrected_by_one_fix[flux.gguf style -o x.safetensors --dtype nf4-right1]",
     "write a folder for each: …--include … -o …-…":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
@@ -125,6 +127,8 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "unset it, or name a cluster of yours: --ray-address",
     ),
     "it is a look at what else there is, or a report": (
+        "run mergekit-yaml; or write the change of each checkpoint as an adapter with lora-merge extract, and merge these; "
+        "for adapters alone use lora-merge combine or lora-merge average",
         "correct them; lora-merge schema jobs lists the fields",
         "read the weights too: --weights",
         "only outputs of lora-merge carry a recipe; …",

@@ -56,6 +56,10 @@ FORMS = [
     ("abfs://box@account.dfs.core.windows.net/a", Address("abfs", "abfs://box@account.dfs.core.windows.net/a")),
     ("s3://bucket/b.safetensors?versionId=x.y_z", Address("s3", "bucket/b.safetensors", "x.y_z")),
 ]
+HOSTS = r"https://((?:www\.)?(?:huggingface|hf|civitai|modelscope)\..*)"
+FORMS += [
+    (match[1], address) for text, address in FORMS if (match := re.fullmatch(HOSTS, text))
+]  # as browsers show them
 TAILS = ["", ":0.8", ":-1", ":.5", ":0.8,te=0", ",te=0,unet=0.5", ":1,lbw=1,0,0.5"]
 
 
@@ -82,7 +86,7 @@ def test_path_is_no_address(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "hf://gpt2", "hf://me/style/../../x", "hf://datasets/me/texts", "https://huggingface.co/datasets/me/texts", "civitai:abc",
-    "sha256:12", "http://example.org/a.safetensors", "s3://bucket", "urn:air:sdxl:lora:huggingface:me/style", "ms://x",
+    "sha256:12", "http://example.org/a.safetensors", "s3://bucket", "urn:air:sdxl:lora:huggingface:me/style", "ms://x", "huggingface.co/spaces/me/x",
 ])  # fmt: skip
 def test_address_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
