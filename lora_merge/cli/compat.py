@@ -12,7 +12,6 @@ from typing import Any, Final
 from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..errors import UsageError
-from ..files.file_signatures import JOBS_ENDINGS, not_weights
 from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
 from .corrected_line import line
 
@@ -129,8 +128,6 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
 
 def check_command(word: str, commands: Mapping[str, str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
-    if word.endswith(JOBS_ENDINGS) and exists(word):
-        raise not_weights(expand(word))
     if exists(word) or not (word in FOREIGN_COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:

@@ -651,7 +651,7 @@ def test_failure_is_reported_in_place_of_an_earlier_success(
     assert json.loads(place.read_text())["written"] == out.stat().st_size
     code, _, err = run(model, *arguments)
     told = json.loads(place.read_text())["error"]
-    assert (code, told["exit_code"], told["kind"]) == (2, 2, "UsageError")
+    assert (code, told["exit_code"], told["kind"]) == (2, 2, "OutputExists")
     assert told["what"] in err and told["where"] == str(out) and told["fix"] in err
     assert run(tmp_path / "absent.safetensors", *arguments)[0] == 3
     assert json.loads(place.read_text())["error"]["exit_code"] == 3

@@ -110,7 +110,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "make room, or write to another disk with -o",
         "remove files, or name a folder on another disk with --cache",
         "end other programs that use the device, or use --device cpu",
-        "give --max-memory …MiB",
+        "write --max-memory …MiB",
         "give a smaller --max-memory, or raise the limit (ulimit -v)",
         "if it ran out of memory, use fewer --workers or a smaller --max-memory",
         "use --device cpu, or another device",
