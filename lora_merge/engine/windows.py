@@ -31,9 +31,6 @@ DEVICE_SLOTS: Final = 7  # three are folded by the lanes of one GPU, and one wai
 PINNED: Final = 96 * 2**20  # bytes through which a GPU gets what it cannot read itself
 STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
 
-SMALLEST_SIZE: Final = 1000
-"""Bytes of the smallest size that was typed with a unit."""
-
 
 @dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time
 class CopiedBytes:

@@ -20,8 +20,8 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
-    "write --max-memory …":
-        "tests/cli/test_habits.py::test_fix_is_the_corrected_line[base lora --max-memory 4-write lora-merge base lora --max-memory 4GB]",
+    "write --max-memory …MiB":
+        "tests/cli/test_memory_limit.py::test_limit_too_low_is_refused_before_torch_is_loaded[merge-300]",
     "write --rank 32, or choose the format kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
@@ -110,7 +110,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "make room, or write to another disk with -o",
         "remove files, or name a folder on another disk with --cache",
         "end other programs that use the device, or use --device cpu",
-        "write --max-memory …MiB",
+        "give --max-memory …MiB",
         "give a smaller --max-memory, or raise the limit (ulimit -v)",
         "if it ran out of memory, use fewer --workers or a smaller --max-memory",
         "use --device cpu, or another device",
