@@ -55,7 +55,9 @@ FOREIGN_COMMANDS: Final = {
         "extract",
     ),
     **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
-    "svd_merge_lora": "combine",
+    **dict.fromkeys(("svd_merge_lora", "svd_merge"), "combine"),
+    **dict.fromkeys(("unfuse", "unload", "revert"), "unmerge"),
+    **dict.fromkeys(("ema", "mean"), "average"),
     **dict.fromkeys(("blocks", "layers", "components"), "parts"),
     **dict.fromkeys(("validate", "prove", "test"), "verify"),
 }

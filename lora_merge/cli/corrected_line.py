@@ -231,7 +231,7 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if flag == wrong:
             yield f"{right[0]}{equals}{value}"
-        elif new := right[0] if value == wrong else _path(value, wrong, right[0]):
+        elif new := right[0] if value == wrong else _path(value, wrong, right[0]) or _part(value, wrong, right[0]):
             yield f"{flag}{equals}{new}"
             yield from map(_here, right[1:])
             right = right[:1]
@@ -253,6 +253,12 @@ def _path(word: str, wrong: str, right: str) -> str:
             new = path if right == wrong else str(Path(path).with_name(Path(right).name))
             return f"{new}{word[len(path) :]}"
     return ""
+
+
+def _part(word: str, wrong: str, right: str) -> str:
+    """Return a word with another part of a model in it, or another factor of one; "" if it has not the wrong part."""
+    new = re.sub(rf"(?<![^,:]){re.escape(wrong)}(?=[=,]|$)", lambda _: right, word) if "=" in word else word
+    return new if new != word else ""
 
 
 def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> str:

@@ -30,6 +30,7 @@ class Role:
     PRECISION, ALPHA, ONLY, RULE, SHARE = "PRECISION", "ALPHA", "ONLY", "RULE", "SHARE"
     LEFT_OUT = "LEFT_OUT"  # a value, if there is one, with nothing to do here
     SEVERAL = (ADAPTERS, STRENGTHS)  # the roles with several words after the option
+    UNLESS = "UNLESS "  # before the words for a switch that is off
 
 
 class Foreign(NamedTuple):
@@ -37,20 +38,23 @@ class Foreign(NamedTuple):
 
     advice: str
     forms: tuple[str, ...]
-    """Words of ours with {} for the value, or a role: the first form is meant whose option the command has."""
+    """Words of ours with {} for the value, or 1-{} for what is left of 1, or a role: the first form is meant whose
+    option the command has. Words after UNLESS are meant if a switch is off."""
 
 
 def _use(form: str) -> Foreign:
     return Foreign(f"use `{form}`", (form,))
 
 
-def _leave(reason: str) -> Foreign:
-    return Foreign(f"leave it out: {reason}", (Role.LEFT_OUT,))
+def _leave(reason: str, *forms: str) -> Foreign:
+    return Foreign(f"leave it out: {reason}", (*forms, Role.LEFT_OUT))
 
 
 STRENGTH_FORMS: Final = "write the strength after the file name: ADAPTER:0.8; or give `-s 0.8` for each adapter"
 THE_BASE: Final = "the base is the first word"
-SAME_RANK: Final = "the rank is that of the adapter; another one: `lora-merge resize ADAPTER --rank 16`"
+SAME_RANK: Final = "use `lora-merge resize ADAPTER --rank 16` first, as a merge keeps the rank"
+_ALL_CORES: Final = _leave("all cores are used", "--workers {}")
+_NOT_NEEDED: Final = "not needed here"
 LORA_ALPHA: Final = Foreign("use `--setting lora_alpha=16`, the alpha of the training",
                         ("--setting lora_alpha={}", "--alpha {}"))  # fmt: skip
 _BEFORE: Final = "the model before the training comes first: `lora-merge extract BASE TUNED`"
@@ -68,7 +72,7 @@ _OUTPUT: Final = "save|out|output|export|dump|dest|dst|destination|outfile|outdi
 
 MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     # Nothing to do.
-    ("-t threads num-threads n-threads num-workers", _leave("all cores are used")),
+    ("-t -j (?:max-|num-|n-)?(?:threads|workers|jobs) parallel", _ALL_CORES),
     ("low-?v?ram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload", _leave("memory is limited in any case")),
     ("(?:max-|out-)?shard-size export-size", _leave("shards are those of the base")),
     ("device-map export-device", _leave("--device names the device")),
@@ -81,25 +85,29 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("push-to-hub hub-model-id export-hub-model-id", _leave("send the output by hf upload OWNER/NAME FOLDER")),
     ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
      "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
-     "safe-merge safe-fusing fuse-unet fuse-text-encoder load-precision adapter-name group-size log-level dropout+",
-     _leave("not needed here")),
+     "safe-merge safe-fusing load-precision adapter-name group-size log-level no-half-vae dropout+",
+     _leave(_NOT_NEEDED)),
+    ("fuse-unet", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for unet=0")),
+    ("fuse-text-encoder", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for te=0")),
     # Switches, formats, methods, numbers of the output.
     ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
     ("fp32 float32", _use("--dtype fp32")), ("fp8|float8+", _use("--dtype fp8_scaled")),
     ("load-in-4bit", _use("--dtype nf4")), ("load-in-8bit", _use("--dtype int8")),
-    ("no-te no-text-encoder unet-only", _use("--strength-for te=0")),
-    ("no-unet te-only text-encoder-only", _use("--strength-for unet=0")), ("no-cuda no-gpu", _use("--device cpu")),
+    ("no-te no-text-encoder (?:network-)?(?:train-)?unet-only", _use("--strength-for te=0")),
+    ("no-unet (?:network-)?(?:train-)?(?:te|text-encoder)-only", _use("--strength-for unet=0")),
+    ("no-cuda no-gpu", _use("--device cpu")),
     ("force yes exist-ok -f -y", _use("--overwrite")), ("plan simulate -n", _use("--dry-run")),
     ("silent no-progress", _use("-q")), ("skip-verify no-check no-verification", _use("--no-verify")),
     ("cuda gpu gpu-id use-gpu", _use("--device cuda")), ("cpu", _use("--device cpu")),
-    ("parallel jobs -j", Foreign("use `--workers N`", ("--workers {}",))),
     ("config", Foreign("several merges go into a jobs file: `lora-merge batch JOBS.yaml`", (Role.JOBS,))),
     ("bits (?:quant|quantize|quantization|export-quantization|qtype|save-method)(?:-type|-format|-bits?)?",
      Foreign("use --dtype with a quantised format, such as `--dtype nf4`", ("--dtype {}",))),
     ("(?:compute|calc|merge)-precision (?:calc|merge|working)-dtype",
      Foreign("use `--compute-dtype fp32` or fp64", ("--compute-dtype {}",))),
     ("type outtype (?:save|out|output|torch|export|weight)-(?:precision|dtype|type)", Foreign(_DTYPE, ("--dtype {}",))),
-    ("precision", Foreign(_DTYPE, (Role.PRECISION,))),
+    ("(?:mixed-)?precision", Foreign(_DTYPE, (Role.PRECISION,))),
+    ("drop-rate drop-p dropout-rate", Foreign("use `--density`, the share that is kept", ("--density 1-{}",))),
+    *((f"to-{name}", _use(f"--to {name}")) for name in ("diffusers", "kohya", "peft", "comfy")),
     ("dynamic-method", Foreign("use a rule such as `--rank fro:0.9`", (Role.RULE,))),
     ("dynamic-param", Foreign("use --rank with the share in its rule, such as `--rank fro:0.9`", (Role.SHARE,))),
     ("combination-type merge-method merge-type", Foreign("use --method, such as `--method ties`", ("--method {}",))),
@@ -113,7 +121,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("conv-alpha", Foreign(LORA_ALPHA.advice, ())), ("(?:lora|network|adapter)-alpha", LORA_ALPHA),
     (f"te|text-encoder|clip+{_FACTOR}", Foreign(_PART, ("--strength-for te={}",))),
     (f"unet+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
-    (f"ratios? weights? multipliers? strengths scaling mult factor blend -w merge+{_FACTOR} "
+    (f"base-weights-multiplier ratios? weights? multipliers? strengths scaling mult factor blend -w merge+{_FACTOR} "
      f"{_ADAPTER}+{_FACTOR}", Foreign(STRENGTH_FORMS, (Role.STRENGTHS,))),
     (f"model+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
     ("alpha+", Foreign(STRENGTH_FORMS, (Role.ALPHA,))),
@@ -123,7 +131,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("-r rank|dim|r+", Foreign(_RANK, ("--rank {}",))),
     # Files.
     (f"o name filename filename-prefix {_OUTPUT}+ target+path|file|folder|dir", Foreign("use `-o FILE`", ("-o {}",))),
-    (f"models {_ADAPTER}+", Foreign(ADAPTER_ORDER, ("--adapter {}", Role.ADAPTERS))),
+    (f"models base-weights {_ADAPTER}+", Foreign(ADAPTER_ORDER, ("--adapter {}", Role.ADAPTERS))),
     ("tuned|finetuned|fine-tuned|trained+", Foreign(_AFTER, (Role.TUNED,))),
     ("org|orig|original+", Foreign(_BEFORE, (Role.BASE,))),
     ("base|pretrained|sd-model+", Foreign(THE_BASE, ("--base {}", Role.BASE))),
@@ -137,7 +145,8 @@ UNKNOWN: Final = _leave(NOT_KNOWN)
 """The meaning of a name without one."""
 
 OTHER_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({
-    "--dtype": {"fp8": "fp8_scaled", **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
+    "--dtype": {"fp8": "fp8_scaled", "float_16": "fp16", "bfloat_16": "bf16", "float_32": "fp32",
+                **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
                 **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "keep"},
     "--method": {**dict.fromkeys(("linear", "cat", "svd", "task_arithmetic"), "sum"), "dare_linear": "dare",
                  "magnitude_prune": "prune", "ties_svd": "ties", "dare_ties_svd": "dare_ties"},

@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapter_arguments import right_form
 from ..addresses import split
 from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..merge_methods import METHODS, SUM
-from ..options import BLOCK_WEIGHTS, OPTIONS
+from ..options import BLOCK_WEIGHTS
 from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
@@ -38,7 +38,9 @@ from .foreign_names import (
 )  # fmt: skip
 from .typed_line import (
     MISTAKES,
+    NO_OPTION,
     OTHER_SYNTAX,
+    OUR_OPTIONS,
     OWN_STRENGTHS,
     OWN_WEIGHTS,
     NotClear,
@@ -49,6 +51,9 @@ from .typed_line import (
     numbers_in,
     right_value,
 )
+
+if TYPE_CHECKING:
+    from ..files.checkpoint import Index
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
@@ -77,12 +82,11 @@ def corrected(reading: TypedLine) -> Correction:
     reading.take_output()
     files, first = _files(reading)
     command, settings = reading.command, _settings(reading)
-    if missing := {row.flag for row in command.options.values() if row.required} - {s.words[0] for s in settings}:
-        raise NotClear(*missing)
+    settings += _take_required(reading, {s.words[0] for s in settings})
     terms = [_Term.of(word) for word in (expanded(files[first:]) if command.options else files[first:])]
     # Step 1: each strength gets its adapter.
     if command.merges:
-        _fit_parts(reading, files[0])
+        _fit_parts(reading, files[0], terms)
     _take_share(reading, settings, terms)
     count, repeated = _take_strengths(reading, terms)
     mistake = (command.merges and _scaled(settings, terms)) or _mistake(reading, terms, count)
@@ -95,7 +99,22 @@ def corrected(reading: TypedLine) -> Correction:
         paths = [with_found_ending(term.path) if term.stated else term.path for term in terms]
         options += [OWN_WEIGHTS, ",".join(term.strength or "1" for term in terms)]
     words = [*filter(None, [command.typed]), *files[:first], *paths, *options]
-    return Correction(words, reading.left_out, reading.open, reading.conflicts, mistake, repeated)
+    name = terms[0].path if len(terms) == 1 else "ADAPTER"
+    open_options = [(option, advice.replace("ADAPTER", name)) for option, advice in reading.open]
+    left_out = [(option, reason.replace("ADAPTER", name)) for option, reason in reading.left_out]
+    return Correction(words, left_out, open_options, reading.conflicts, mistake, repeated)
+
+
+def _take_required(reading: TypedLine, stated: Collection[str]) -> list[Setting]:
+    """Return the option that a command cannot do without, if the number of the line is its value: `resize FILE 16`."""
+    required = [row for row in reading.command.options.values() if row.required and row.flag not in stated]
+    numbers = reading.strengths[""]
+    values = [right_value(row, s.value) for row in required for s in numbers]
+    if required and (len(values) != 1 or not values[0]):
+        raise NotClear(required[0].flag)
+    if required:
+        reading.mistakes[NO_OPTION] = [numbers.pop().value]
+    return [Setting(value, (required[0].flag, value)) for value in values[: len(required)]]
 
 
 def _take_share(reading: TypedLine, settings: list[Setting], terms: Sequence[_Term]) -> None:
@@ -144,29 +163,27 @@ def _receivers(
     return terms if count == len(terms) else bare
 
 
-def _fit_parts(reading: TypedLine, base: str) -> None:
+def _fit_parts(reading: TypedLine, base: str, terms: Sequence[_Term]) -> None:
     """Make strengths of the denoiser those of the whole adapters if the base has nothing else: a strength of its text
     encoders is left out."""
     from ..files.checkpoint import open_checkpoint
     from ..models.names import names
 
-    of_text = [part for part in reading.strengths if part.startswith("te")]
     if {*reading.strengths} <= {"", BLOCK_WEIGHTS}:
         return
     try:
-        labels = [part.label for part in names(open_checkpoint(expand(path_of(base)))).parts]
+        labels = {part.label for part in names(open_checkpoint(expand(path_of(base)))).parts}
     except MergeError:  # the merge itself reports it
         return
-    if "te" in labels and "te1" in of_text:  # the only one
-        reading.strengths.setdefault("te", []).extend(reading.strengths.pop("te1"))
-        of_text = ["te2"] if "te2" in of_text else []
-    elif any(label.startswith("te") for label in labels):
-        return
-    elif "unet" in reading.strengths:
+    encoders = {label for label in labels if label.startswith("te")}
+    absent = [part for part in reading.strengths if part.startswith("te") and not encoders & {part, "te"}]
+    absent += ["te2"] if encoders == {"te"} and "te2" in reading.strengths else []
+    left_out = [s.typed for part in absent for s in reading.strengths.pop(part)]
+    reading.left_out += [(option, f"the base has no {'second ' * bool(encoders)}text encoder") for option in left_out]
+    if not encoders and any(map(_has_text_encoder, terms)):
+        reading.strengths["te"] = [TypedStrength(option, "0", "") for option in left_out[:1]]
+    elif not encoders and "unet" in reading.strengths:
         reading.strengths[""] = reading.strengths.pop("unet")
-    of_parts = [s for part in of_text for s in reading.strengths.pop(part)]
-    number = "second" if "te" in labels else ""
-    reading.left_out += [(s.typed, f"the base has no {number} text encoder".replace("  ", " ")) for s in of_parts]
 
 
 def _take_part_strengths(reading: TypedLine, terms: Sequence[_Term]) -> list[Setting]:
@@ -230,7 +247,7 @@ def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
 def _take_alphas(reading: TypedLine, settings: list[Setting], terms: Sequence[_Term]) -> None:
     """Make an alpha of another program that of the output if all files state theirs; a merge has none."""
     alphas = [s for s in settings if s.words[0] == "--setting" and not s.typed.startswith("--setting")]
-    if not alphas or not all(_states_alpha(term.path) for term in terms):
+    if not alphas or not all(map(_states_alpha, terms)):
         return
     settings[:] = [setting for setting in settings if setting not in alphas]
     if "alpha" in reading.command.options:
@@ -262,15 +279,27 @@ def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int) -> str:
     return few if count != len(terms) else "strengths are given twice"
 
 
-def _states_alpha(path: str) -> bool:
+def _states_alpha(term: _Term) -> bool:
     """Return whether an adapter states its alpha, as tensors, in its metadata or in its configuration."""
+    file = _opened(term)
+    return file is not None and any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
+
+
+def _has_text_encoder(term: _Term) -> bool:
+    """Return whether an adapter changes a text encoder."""
+    from ..models.prefixes import innermost
+
+    file = _opened(term)
+    return file is not None and any(innermost(name)[0].startswith(("te", "=")) for name in file.stored)
+
+
+def _opened(term: _Term) -> Index | None:
     from ..files.checkpoint import open_checkpoint
 
     try:
-        file = open_checkpoint(expand(with_found_ending(path)), adapter=True)
-    except MergeError:
-        return False
-    return any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
+        return open_checkpoint(expand(with_found_ending(term.path)), adapter=True)
+    except MergeError:  # the command itself reports it
+        return None
 
 
 def _files(reading: TypedLine) -> tuple[list[str], int]:
@@ -290,7 +319,10 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
         files = [*base, *files, *tuned]
     most = len(files) if command.several or command.merges else max(first, 1)
     models = [word for word in filter(names_file, files[1:]) if not is_adapter(_Term.of(word).path)]
-    swapped = reading.foreign and first == 1 and models
+    of_adapters = first == 0 and bool(command.options)
+    swapped = bool(reading.foreign and first == 1 and models)
+    swapped |= of_adapters and not all(is_adapter(_Term.of(word).path) for word in files)
+    swapped |= first == 2 and len(models) < len([*filter(names_file, files[1:])])
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
         raise NotClear(" ".join(files))
     if command.merges and files[0] in files[1:]:  # a base is not its own adapter
@@ -321,6 +353,7 @@ def _settings(reading: TypedLine) -> list[Setting]:
         settings = [Setting("--dynamic-param", ("--rank", rule)), *settings]
     # Step 3: two spellings of one option have one value.
     by_place = dict[Any, Setting]()
+    settings = _with_folder(settings)
     for setting in (*(s for s in reading.settings if s.words[0] in (Role.BASE, Role.TUNED)), *settings):
         name, *value = setting.words
         parameter = reading.known.get(name)
@@ -333,6 +366,16 @@ def _settings(reading: TypedLine) -> list[Setting]:
         by_place[place] = setting
     of_ours = [setting for setting in by_place.values() if setting.words[0].startswith("-")]
     return sorted(of_ours, key=lambda s: s.words[0] not in ("-o", "--output"))
+
+
+def _with_folder(settings: Sequence[Setting]) -> list[Setting]:
+    """Return options with one output in place of its folder and its name: `--output_dir out --output_name style`."""
+    names = [s for s in settings if s.words[0] == "-o" and hyphened(s.typed).partition(" ")[0].endswith("-name")]
+    folders = [s for s in settings if s.words[0] == "-o" and re.match(".*-(?:dir|folder|path)[ =]", hyphened(s.typed))]
+    if len(names) != 1 or len(folders) != 1:
+        return [*settings]
+    whole = f"{folders[0].words[1].rstrip('/')}/{names[0].words[1]}"
+    return [s for s in settings if s not in (*names, *folders)] + [Setting(names[0].typed, ("-o", whole))]
 
 
 @dataclass
@@ -456,8 +499,10 @@ def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
         return False
     if plain in OWN_STRENGTHS:
         return command in COMMANDS
-    ours = plain[2:].replace("-", "_") in OPTIONS
-    unknown = name.startswith("--") and not ours and not alike(plain, [*known, "--help"])
+    if plain in OUR_OPTIONS and command not in COMMANDS:  # a field of the jobs file of `batch`
+        return command != "batch"
+    ours = plain[2:].replace("-", "_") in COMMANDS[MERGE].options
+    unknown = re.match("--|-[A-Za-z]$", name) is not None and not ours and not alike(plain, [*known, "--help"])
     return unknown or meaning_of(name, [*known, plain] if ours else known) is not None
 
 

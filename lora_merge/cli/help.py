@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..options import OPTIONS
@@ -25,7 +24,6 @@ from ..text import plural
 from .corrected_line import flags, in_places, is_adapter, line, split_words
 from .foreign_names import alike
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
-from .typed_line import right_value
 
 UNRECORDED: Final = "If the output has no recipe"
 """Heading of the options of a merge that `verify` reads from a recipe, if there is one."""
@@ -215,13 +213,10 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}; {see}"
         return UsageError(f"there is no command {unknown[1]!r}", typed(), fix).instead(unknown[1], *near)
     known = context.command if context is not None else commands.get(command)
-    if no_command := re.match("No such command '(.*?)'", text):
-        near = get_close_matches(no_command[1], getattr(known, "commands", ()), 1)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(getattr(known, 'commands', ()))}; {see}"
-        return UsageError(f"there is no command {no_command[1]!r}", typed(), fix).instead(no_command[1], *near)
     if text.startswith("Missing option") and (model := _model_as_adapter(known)):
         return model
-    fix = f"{_own_line(error, text, command, known)}{see}"
+    own = _own_line(error, text, command, known)
+    fix = own.removesuffix("; ") if own.startswith("write lora-merge ") else f"{own}{see}"
     extra = _extra(text)
     what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
     return UsageError(what.rstrip("."), typed(), fix)
@@ -255,12 +250,7 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
-        row, (plain, _) = COMMANDS.get(command), split_words(words, flags(known.params) if known else {})
-        option = row and row.options.get(flag[2:])
-        stated = [word for word in plain if option and right_form(word) and not exists(word)][-1:]  # resize FILE 16
-        others = [word for word in words if word not in stated]
-        stated = [(option and right_value(option, word)) or value for word in stated]  # --rank
-        return f"write {line([*others, flag, *(stated or [value])])}; "
+        return f"write {line([*words, flag, value])}; "
     if value and words[-1:] == [flag]:
         return f"write {line([*words, value])}; "
     called = command.split()

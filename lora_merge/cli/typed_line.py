@@ -19,6 +19,7 @@ from ..errors import MergeError, UsageError
 from ..option_texts import value_of
 from ..options import SWITCHED, Option, checked_value
 from ..paths import ENDINGS, exists, with_found_ending
+from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
 from .corrected_line import is_adapter, path_of
 from .foreign_names import (
@@ -30,6 +31,7 @@ from .foreign_names import (
     STRENGTH_FORMS,
     UNKNOWN,
     Role,
+    advice_on,
     alike,
     hyphened,
     meaning_of,
@@ -38,6 +40,9 @@ from .foreign_names import (
 
 HIGHEST_STRENGTH: Final = 2.0
 """The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
+OUR_OPTIONS: Final = frozenset(row.flag for command in COMMANDS.values() for row in command.options.values())
+"""The options of all commands that write."""
+JOBS_ENDINGS: Final = (".yaml", ".yml", ".csv", ".json", ".jsonl")
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
 NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
@@ -47,7 +52,9 @@ OF_PART: Final = re.compile(r"--strength-for (\w+)=\{\}")
 STRAY: Final = "a number is not an adapter"
 OTHER_SYNTAX: Final = "adapters have another syntax"
 VALUED: Final = "an option without a value has one"
-MISTAKES: Final = (OTHER_SYNTAX, VALUED, STRAY)
+BY_POSITION: Final = "an output has an option"
+NO_OPTION: Final = "an option is missing before"
+MISTAKES: Final = (NO_OPTION, OTHER_SYNTAX, VALUED, STRAY, BY_POSITION)
 """What is wrong with a line that has options of ours only, the first that counts first."""
 
 
@@ -119,7 +126,7 @@ class TypedLine:
                 rest = self._take_words(option, form, advice, values)
             elif part := OF_PART.fullmatch(form):
                 rest = self._take_part(option, part[1], advice, values)
-            elif form.startswith("-") and "{}" not in form:
+            elif form.startswith(("-", Role.UNLESS)) and "{}" not in form:
                 rest = self._take_switch(option, form, advice, values)
             elif form in (Role.LEFT_OUT, Role.OTHER_FILE, Role.NOT_CLEAR):
                 rest = self._leave_out(option, form, advice, values)
@@ -138,11 +145,15 @@ class TypedLine:
         if name in self.known:
             return (name if self.known[name].is_flag else f"{name} {{}}"), ""
         self.foreign = True
+        if self.command.name == "batch" and name in OUR_OPTIONS:
+            return Role.LEFT_OUT, "a field of the jobs file"
         meaning = meaning or UNKNOWN
-        form = next((f for f in meaning.forms if not f.startswith("-") or f.split()[0] in self.known), Role.NOT_CLEAR)
-        if form == Role.NOT_CLEAR and meaning.forms:  # an option of ours that the command lacks
-            raise NotClear(option)
-        return form, meaning.advice.removeprefix("leave it out: ")
+        forms = ((form, form.removeprefix(Role.UNLESS).split()[0]) for form in meaning.forms)
+        form = next((f for f, flag in forms if not flag.startswith("-") or flag in self.known), Role.NOT_CLEAR)
+        advice = advice_on(meaning, self.known) if form == Role.NOT_CLEAR else meaning.advice
+        if not advice or (form == Role.NOT_CLEAR and not self.command.options):  # a jobs file has it
+            return Role.LEFT_OUT, NOT_KNOWN
+        return form, advice.removeprefix("leave it out: ")
 
     def _agreed(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return the form of an option with this value, "" for a file as it is without an option, and the advice on
@@ -159,7 +170,7 @@ class TypedLine:
         if form == Role.ONLY:
             known = value in ONLY_PARTS
             return (f"--strength-for {ONLY_PARTS[value]}" if known else Role.NOT_CLEAR), advice
-        if form == Role.JOBS:
+        if form == Role.JOBS or (not self.command.options and value.endswith(JOBS_ENDINGS)):  # of batch
             return (Role.NOT_CLEAR if self.command.options else ""), advice
         return self._agreed_file(option, form, advice, value)
 
@@ -194,7 +205,8 @@ class TypedLine:
             if form == Role.STRENGTHS and not named:
                 self.open.append((f"{option} {word}", advice))
                 continue
-            if not named and (word.endswith((".yaml", ".yml", ".py")) or not (form or _may_be_file(word))):
+            of_program = word.endswith((".yaml", ".yml", ".py")) and self.command.options
+            if not named and (of_program or not (form or _may_be_file(word))):
                 self.left_out.append((word, NOT_KNOWN))
                 continue
             if form and not all(map(_looks_like_path, our_words)):
@@ -225,13 +237,17 @@ class TypedLine:
 
     def _take_switch(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Take an option that has no value here, and "true", "false" or a number after it; return the other words."""
-        value, words = values[0].lower() if values else "", tuple(form.split())
+        value, words = values[0].lower() if values else "", tuple(form.removeprefix(Role.UNLESS).split())
         is_value = value in SWITCHED or re.fullmatch(NO_STRENGTH, value) is not None
         typed = f"{option} {value}" if is_value else option
         if is_value and hyphened(option) in self.known:
             self.mistakes.setdefault(VALUED, []).append(typed)
         if is_value and value.isdecimal() and words == ("--device", "cuda"):  # --gpu 0
             words = ("--device", f"cuda:{value}")
+        elif form.startswith(Role.UNLESS):
+            if not is_value or SWITCHED.get(value, True):
+                self.left_out.append((typed, advice))
+                return values[is_value:]
         elif is_value and ("-" in value or "," in value):  # --gpu 0,1
             self.open.append((typed, advice))
             return values[1:]
@@ -261,6 +277,8 @@ class TypedLine:
             except NotClear:
                 if words[0] == "--to":  # without it nothing is converted
                     raise
+                if names_file(value):  # --jobs jobs.yaml
+                    return self._take_words("", "", "", values)
                 return self._leave_out(option, Role.NOT_CLEAR, advice, values)
         self.settings.append(Setting(typed, words))
         if form.startswith("-") and rest and right_form(value) and right_form(rest[0]) and not exists(rest[0]):
@@ -287,10 +305,13 @@ class TypedLine:
         *before, last = self.files or [""]
         has_one = any(setting.words[0] in ("-o", "--output") for setting in self.settings)
         enough = len(before) + len(self.file(Role.BASE)) >= self.required and all(map(names_file, before))
-        may_be_one = last.endswith(ENDINGS) or self.program
-        if self.foreign and not has_one and enough and may_be_one and not names_file(last):
+        one_too_many = not (self.command.several or self.command.merges)  # each of the others has its place
+        may_be_one = self.foreign or self.mistakes or one_too_many
+        may_be_one = may_be_one and (last.endswith(ENDINGS) or self.program or one_too_many)
+        if "-o" in self.known and not has_one and enough and may_be_one and not names_file(last):
             self.files.pop()
             self.settings.append(Setting(last, ("-o", last)))
+            self.mistakes.setdefault(BY_POSITION, []).append(last)
 
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
@@ -300,6 +321,8 @@ class TypedLine:
             template = "{}"
         elif template.endswith("={}") and "lbw" not in template:
             value = right_form(value)
+        elif template == "1-{}" and right_form(value):
+            template, value = "{}", f"{1 - float(right_form(value)):g}"
         row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
         text = right_value(row, text) if row and value else text
         if not value or not text or (name in ("--to", "--format") and not _is_format(value)):

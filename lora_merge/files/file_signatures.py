@@ -223,6 +223,8 @@ def not_weights(path: Path) -> UsageError:
 
 def refusal(path: Path, start: bytes, size: int, why: str) -> MergeError:
     """Return the error for a file of `size` bytes that begins with `start` and is not a safetensors file."""
+    if path.suffix.lower() in JOBS_ENDINGS:
+        return not_weights(path)
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):
@@ -230,8 +232,6 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> MergeError:
     for magic, what, fix in MAGIC_BYTES:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
-    if path.suffix.lower() in JOBS_ENDINGS:
-        return not_weights(path)
     if not start.strip(TEXT_BYTES):
         why = f"it is text, {quoted(start.decode('ascii'))}"
     kind = path.suffix if path.suffix in ENDINGS else ".safetensors"

@@ -129,7 +129,10 @@ class Strengths:
         factors = dict(self._factors)
         for part in absent:
             if factors[part] or not hint_of(part):
-                raise self._parts.refusal(part, ABSENT, components)
+                error = self._parts.refusal(part, ABSENT, components)
+                if hint_of(part) and not error.suggestion:
+                    error.instead(f"{part}={factors[part]:g}", f"{part}=0")
+                raise error
         self._absent = frozenset(absent)
 
 

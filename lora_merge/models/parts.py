@@ -144,7 +144,8 @@ class Parts:
             fix += "; `lora-merge parts BASE` lists all"
         else:
             fix += f"its parts are {listed(sorted(known), 6)}, or re:REGEX of its names; blocks are known with --base"
-        return PartWithoutEffect(what, f"`{self.option} {as_typed(text)}`", fix).of(self.option, text)
+        error = PartWithoutEffect(what, f"`{self.option} {as_typed(text)}`", fix).of(self.option, text)
+        return error.instead(text, near[0]) if near else error
 
     def _covers_any(self, text: str, networks: Mapping[str, str]) -> bool:
         self._steps.allow(len(networks))

@@ -161,7 +161,7 @@ def test_no_command_is_invented(run: Run, words: str) -> None:
     ("base + lora", "leave it out"), ("base lora.safetensors:0.8:0.5", "write lora.safetensors:0.8, or by part lora.safetensors:1,unet=0.8,te=0.5"),
     ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
-    ("base lora --rank 16", "the rank is that of the adapter; another one: lora-merge resize lora --rank 16"),
+    ("base lora --rank 16", "for --rank 16, use lora-merge resize lora --rank 16 first, as a merge keeps the rank; write lora-merge base lora"),
      ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write lora-merge base lora:0.8"),
     ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
     ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
@@ -216,7 +216,7 @@ def test_name_with_spaces_is_in_quotes(run: Run, command: list[str]) -> None:
 
 
 def test_advice_names_options_that_the_command_has(run: Run) -> None:
-    assert "see lora-merge help inspect" in run("inspect", "lora.safetensors", "--force")[2]
+    assert "write lora-merge inspect lora.safetensors\n" in run("inspect", "lora.safetensors", "--force")[2]
 
 
 @pytest.mark.parametrize(("text", "right"), [
@@ -271,7 +271,7 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
         (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),
         (["resize", "--hlep"], "--help"),
         (["batch", "loras"], "name a file in it"),
-        (["comfyui", "install"], "write lora-merge comfyui install PATH; see lora-merge help comfyui"),
+        (["comfyui", "install"], "write lora-merge comfyui install PATH"),
     ],
 )
 def test_slip_is_answered_with_what_to_type(run: Run, words: list[str], fix: str) -> None:
@@ -657,7 +657,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base lora --dtype=bf61", "write lora-merge base lora --dtype=bf16"),
     ("base lora --dtype bf17", "write lora-merge base lora --dtype bf16"), ("base lora --dtype 16", "use one of fp16, bf16"),
     ("base lora --strength-for te 0", "write lora-merge base lora --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
-    ("resize lora 4", "write lora-merge resize lora --rank 4; see lora-merge help resize"),
+    ("resize lora 4", "write lora-merge resize lora --rank 4"),
     ("base lora --save-dtype fp16", "write lora-merge base lora --dtype fp16"), ("base lora --use-safetensors", "leave it out: not needed here; write lora-merge base lora"),
     ("base lora --lora-alpha 8", "leave it out: the adapter states its alpha; write lora-merge base lora"),
     ("base lora --dytpe bf16", "did you mean --dtype? see lora-merge help merge; write lora-merge base lora --dtype bf16"),
@@ -682,7 +682,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
     ("base lora --gpu 0", "write lora-merge base lora --device cuda:0"),
-    ("resize lora --alpha 8", "write lora-merge resize lora --alpha 8 --rank 16; see lora-merge help resize"),
+    ("resize lora --alpha 8", "write lora-merge resize lora --alpha 8 --rank 16"),
     ("base lora --max-memory 4", "write lora-merge base lora --max-memory 4GB"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
     ("average -s 0.7 -s 0.3 lora loras/ink", "write lora-merge average lora loras/ink --weights 0.7,0.3"),

@@ -21,7 +21,7 @@ TYPED: Final[Mapping[str, str]] = {
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
     "write --max-memory …MiB":
-        "tests/cli/test_memory_limit.py::test_limit_too_low_is_refused_before_torch_is_loaded[merge-300]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors --max-memory 1KiB-5-the memory limit is too low-write lora-merge base.safetensors lora.safetensors --max-memory 8MiB]",
     "write --rank 32, or choose the format kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
