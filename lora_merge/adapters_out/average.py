@@ -13,7 +13,7 @@ from math import prod
 from os import PathLike
 from typing import Any, Final
 
-from ..adapter_arguments import meant
+from ..adapter_arguments import adapter_argument
 from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
@@ -193,7 +193,7 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
         raise unlike(adapters, "adapters", "a list of snapshots")
     snapshots, stated = [], list[Any]()
     for item in adapter_list(adapters):
-        text = meant(item) if isinstance(item, str) else None
+        text = adapter_argument(item) if isinstance(item, str) else None
         path, strength = item if isinstance(item, tuple) else (text.path, text.strength) if text else (item, None)
         if isinstance(item, Adapter):
             strength = item.strength

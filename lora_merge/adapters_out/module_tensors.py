@@ -13,7 +13,7 @@ from ..text import Note
 from .groups import Place
 from .job import FACTORS
 from .output_file import Entry
-from .rank_rules import Rule, reached
+from .rank_rules import Rule, known_rank
 from .rounding import Effect
 
 Norms: TypeAlias = Mapping[int, float]
@@ -43,7 +43,7 @@ class Spectrum(NamedTuple):
     def rank_for_energy(self) -> dict[str, int | None]:
         """Share of ‖Δ‖² → the least rank that holds it; None where more values are needed than were computed."""
         rules = {f"{share:.0%}": Rule("energy", share) for share in TARGETS}
-        return {name: reached(rule, self.values, self.squares) for name, rule in rules.items()}
+        return {name: known_rank(rule, self.values, self.squares) for name, rule in rules.items()}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .job import FILE, GIVE_BASE, AdapterJob
 from .module_tensors import StoredModule, waiting
 from .output_file import Entry, unique
 from .parallel import PerThread, side_by_side
-from .rank_rules import LayerSpectrum, shared_out
+from .rank_rules import LayerSpectrum, ranks_by_size
 
 if TYPE_CHECKING:
     from ..engine.tensor_moves import Placement
@@ -66,7 +66,7 @@ def weight_of(module: Filled) -> int:
 def weights_of(job: AdapterJob, modules: Iterable[Filled]) -> int:
     """Return the bytes of the weights that modules change, twice if a rule looks at all of them first: the work of a
     command, in plans and while it runs."""
-    return sum(map(weight_of, modules)) * (1 + job.rules.together)
+    return sum(map(weight_of, modules)) * (1 + job.rules.of_all_layers)
 
 
 class Maker(Protocol):
@@ -113,7 +113,7 @@ def stored_modules(
     """Return the modules of an output, whose bytes wait or are in the draft; InputError where none changes anything.
     `make`: returns what makes them, for one thread."""
     (job, groups, nothing, at), makers = modules, PerThread(make)
-    here, together = makers.get(), job.rules.together
+    here, of_all_layers = makers.get(), job.rules.of_all_layers
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
     count = begin("make", weights_of(job, chain.from_iterable(groups)))
 
@@ -125,7 +125,7 @@ def stored_modules(
                 count(sum(map(weight_of, group)))
 
     with closing(spectra()) as every:
-        ranks = shared_out(job.rules.linear, every) if together else {}
+        ranks = ranks_by_size(job.rules.linear, every) if of_all_layers else {}
     # Step 2: the tensors of each module.
     changed, zeros = list[StoredModule](), list[Place]()
     with side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound, at) as results:

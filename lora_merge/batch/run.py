@@ -135,7 +135,7 @@ class Batch:
         do."""
         groups: dict[Any, list[BatchJob]] = {}
         for s in planned:
-            groups.setdefault(s.together, []).append(s.entry)
+            groups.setdefault(s.read_key, []).append(s.entry)
         parts, share = [], _share(len(planned), self.workers, self.executor)
         for group in groups.values():
             step = min(JOBS_TOGETHER, ceil(len(group) / (self.workers.count or 1)))

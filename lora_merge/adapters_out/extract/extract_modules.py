@@ -448,12 +448,12 @@ class Extractor:
 
     def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[StoredModule | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
-        triples = [None] * len(differences) if alone else self.together(differences)
+        triples = [None] * len(differences) if alone else self.stack_triples(differences)
         return [
             self.tensors_of(difference, triples=known) for difference, known in zip(differences, triples, strict=True)
         ]
 
-    def together(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
+    def stack_triples(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
         """Return the singular triples of differences of one shape, which are decomposed at once; None for one that
         needs none."""
         differences = [f if f is not None and self._few_rows(f) is None else None for f in differences]
