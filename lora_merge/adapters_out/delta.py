@@ -62,7 +62,7 @@ def apart_from(whole: RowMatrix, up: Tensor, down: Tensor, total: float, dtype: 
     return off if off > LOST_IN_FP32 * total or dtype_of_sums == wide else apart_from(whole, up, down, total, wide)
 
 
-class Rounded(NamedTuple):
+class RoundedMatrix(NamedTuple):
     """A matrix as it is stored, the totals of the exact one, and ‖Δ − Δ̂‖²."""
 
     numbers: Tensor
@@ -70,7 +70,7 @@ class Rounded(NamedTuple):
     lost: float  # ‖Δ − Δ̂‖²
 
 
-def rounded(exact: RowMatrix, dtype: torch.dtype) -> Rounded:
+def rounded(exact: RowMatrix, dtype: torch.dtype) -> RoundedMatrix:
     """Return a matrix that is rounded once, some rows at a time."""
     numbers = torch.empty(exact.shape, dtype=dtype)
     totals, lost = ZERO_TOTALS, 0.0
@@ -78,7 +78,7 @@ def rounded(exact: RowMatrix, dtype: torch.dtype) -> Rounded:
         numbers[rows] = block
         totals += totals_of(block)
         lost += squares(numbers[rows].double() - block.double())
-    return Rounded(numbers, totals, lost)
+    return RoundedMatrix(numbers, totals, lost)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Squares(NamedTuple):
         return sqrt(self.off) / (sqrt(self.size) or 1.0)
 
 
-class Stated(NamedTuple):
+class StatedLoss(NamedTuple):
     """The loss that a run reports of a layer."""
 
     residual: float  # ‖Δ − Δ̂‖ / ‖Δ‖
@@ -94,7 +94,7 @@ class Comparison:
     name: str
     numbers: int  # that are formed; 0 for a comparison of bytes, which is always made
     nbytes: int  # that it takes at most
-    stated: Stated
+    stated: StatedLoss
     squares: Callable[[], Squares | None]
     """Called in any thread. Returns None if a formula has no second one."""
 
@@ -246,7 +246,7 @@ def untouched(
 
     comparisons = []
     for target in targets:
-        stated = Stated(0.0, lost.get(target.key, 0.0), at_most=True)
+        stated = StatedLoss(0.0, lost.get(target.key, 0.0), at_most=True)
         numbers = prod(target.shape)
         comparisons.append(Comparison(target.key, numbers, 8 * 4 * numbers, stated, partial(squares, target)))
     return comparisons
@@ -327,7 +327,7 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
 
         comparisons = [
             Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), expected.nbytes(whole),
-                       Stated(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
+                       StatedLoss(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
             for whole, part in written
         ]  # fmt: skip
         return prove(comparisons, job, path, begin, layers=len(claims.layers))
@@ -451,7 +451,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
         sides = BothSides(reader, file, {t.key: t for t in again.targets}, before, after)
         expected, comparisons = Expectation(job, sources), list[Comparison]()
         for target in sources.targets:
-            stated = Stated(worst, lost.get(target.key, 0.0), at_most=True)
+            stated = StatedLoss(worst, lost.get(target.key, 0.0), at_most=True)
             if not job.command.combines:
                 numbers, nbytes = _cost(target, sides.outputs.get(target.key))
                 squares = partial(_converted, target, stated, sides)
@@ -476,7 +476,7 @@ class BothSides(NamedTuple):
     after: PerThread[Recomputation]
 
 
-def _converted(target: Target, stated: Stated, both: BothSides) -> Squares | None:
+def _converted(target: Target, stated: StatedLoss, both: BothSides) -> Squares | None:
     """Return the comparison of a weight's change by one input with that by the output."""
     output = both.outputs.get(target.key)
     pairs = same_factors(target, output)

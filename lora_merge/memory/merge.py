@@ -43,7 +43,7 @@ from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, pair_in, summands, wrong_adapter
+from ..job import Adapter, AdapterValue, Job, OneAdapter, is_pair, make_job, pair_in, summands, wrong_adapter
 from ..models.blocks import groups
 from ..models.names import names
 from ..option_texts import in_python
@@ -284,7 +284,7 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
     items: Any = adapters
     if isinstance(adapters, Mapping) and adapters and all(isinstance(value, Real) for value in adapters.values()):
         items = [*adapters.items()]
-    elif isinstance(adapters, str | PathLike | Adapter | Mapping | LoadedAdapter | Opened) or is_pair(adapters):
+    elif isinstance(adapters, str | PathLike | Adapter | Mapping | LoadedAdapter | AdapterValue) or is_pair(adapters):
         items = [adapters]
     items = a_list(items, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []

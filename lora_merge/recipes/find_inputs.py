@@ -47,7 +47,7 @@ def find(
     VerificationFailed if there is a file of the right name but other content; InputError if there is none. `digest`:
     the SHA-256 of a file; a proof reads its bytes.
     """
-    present = _Present(folders)
+    present = _SearchedFiles(folders)
     paths = []
     for named in inputs:
         paths.append(_find(named, present, progress, announce, digest))
@@ -61,7 +61,7 @@ def record(named: Input, path: Path) -> None:
     record_origin(path, [whole / name if whole.is_dir() else path for name, _, _ in named.files], named.source)
 
 
-class _Present:
+class _SearchedFiles:
     """The files in the searched folders, listed as far as they are asked for: most inputs are next to the output."""
 
     def __init__(self, folders: Iterable[Path]) -> None:

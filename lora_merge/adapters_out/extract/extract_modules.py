@@ -45,7 +45,7 @@ from ..delta import (
 from ..dialects import COPIED_ENDINGS, Dialect
 from ..factors import Cut, Triples, decomposing, rounded
 from ..form import NO_FACTORS_OF_STACKS, Form, form_of_difference, vector_ending
-from ..groups import Filled, Place, Target
+from ..groups import OutputModule, Place, Target
 from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
 from ..matrix_svd import of_dense, of_stack
 from ..module_tensors import Layer, StoredModule
@@ -400,26 +400,26 @@ class Extractor:
     """Identities of the places of changed vectors that `--others skip` leaves out."""
     notes: Sequence[Note] = ()
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return about how many bytes the differences of modules take, with both weights as they are stored."""
-        return sum(prod(filled.place.view.shape) for filled in group) * BYTES_ON_HOST
+        return sum(prod(output.place.view.shape) for output in group) * BYTES_ON_HOST
 
-    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+    def spectra(self, group: Sequence[OutputModule]) -> list[LayerSpectrum]:
         """Return the singular values of the matrices that changed, for the rule `size`."""
         return [*spectra(self._deltas(group), self.storage.dtype.itemsize, self.storage.noise)]
 
-    def _deltas(self, group: Sequence[Filled]) -> Iterator[tuple[str, Delta]]:
+    def _deltas(self, group: Sequence[OutputModule]) -> Iterator[tuple[str, Delta]]:
         """Yield label and difference of each matrix that changed."""
-        for pair in (self.pairs[id(filled.place)] for filled in group):
+        for pair in (self.pairs[id(output.place)] for output in group):
             matrix = not (pair.place.vector or pair.fresh)
             changed = difference(pair, *self.sides, self.job.compute_dtype) if matrix else None
             if changed is not None:
                 yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+    def modules(self, group: Sequence[OutputModule], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return what each module becomes, with its bytes in memory: () if it did not change or is not to be written,
         embeddings with the head that shares their weight. `ranks`: label → the rank that the rule `size` gave."""
-        batch = [self.pairs[id(filled.place)] for filled in group]
+        batch = [self.pairs[id(output.place)] for output in group]
         changed = differences(batch, *self.sides, self.job.compute_dtype)
         some = [c for c in changed if c is not None]
         with decomposing(batch[0].name):

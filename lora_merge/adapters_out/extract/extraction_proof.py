@@ -33,7 +33,7 @@ from ..proof import (
     Changes,
     Comparison,
     Squares,
-    Stated,
+    StatedLoss,
     added,
     confirm,
     known,
@@ -104,7 +104,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
         comparisons = []
         for module, pair in pairs:
             (rows, cols), step = pair.place.view.matrix, _rows_at_once(pair, targets)
-            stated = Stated(module.layer.residual)
+            stated = StatedLoss(module.layer.residual)
             numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
             comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
         compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head
