@@ -122,7 +122,7 @@ class Delta(ModuleChange):
 
     @property
     def effect(self) -> Effect:
-        """The numbers of Δ, as far as they are looked at."""
+        """The largest entry of Δ and its share of non-zeros, from all rows or from a sample."""
         return self.factored.effect if self.whole is None else self.totals.effect
 
 

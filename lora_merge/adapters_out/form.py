@@ -458,7 +458,7 @@ def _with_biases(
 
 
 def without_data(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> StoredModule:
-    """Return a module as it would be, without its bytes, for the configuration of PEFT."""
+    """Return the planned module without data, enough for `adapter_config.json`."""
     stem = to.key(place.prefix, place.module, "")
     entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
     rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else layer.rank

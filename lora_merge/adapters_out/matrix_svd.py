@@ -167,7 +167,7 @@ def searched(
 
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
-    """Return whether all are near enough to the optimum; vectors that are stay as they are."""
+    """Mark the matrices that have converged, whose vectors stay as they are; return whether all have."""
     for item, core, values in zip(items, bases.core, bases.values(), strict=True):
         if item.core is None:
             item.look(core, values, single=bases.stack.dtype != torch.float64)

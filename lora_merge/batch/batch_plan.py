@@ -233,7 +233,8 @@ def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) 
 
 @dataclass(frozen=True)
 class _Outline:
-    """The facts that jobs share which differ in strength and output alone; a plan would keep its base alive."""
+    """Plan facts shared by jobs that differ only in strengths and output. No plan, which would keep the base's index in
+    memory."""
 
     size: int
     unshared: int  # bytes of its own where it can share blocks with its base
