@@ -250,10 +250,12 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
 
 def modules_at(targets: Sequence[Target], places: Iterable[Place]) -> list[OutputModule]:
     """Return the places that the targets change, in the order of the adapter; FitError for rows without a place."""
+    # Step 1: the places with rows of each weight.
     by_key: dict[str, list[tuple[Place, RowSlice, int]]] = {}
     for place in places:
         for piece, at in place.view.addresses():
             by_key.setdefault(piece.key, []).append((place, piece, at))
+    # Step 2: the rows of each change in each place.
     runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[PatchRun]]]] = {}
     places_by_key: dict[tuple[str, ...], Place] = {}
     values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}

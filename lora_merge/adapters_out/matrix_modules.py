@@ -318,6 +318,7 @@ class Converter:
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
+        # Step 1: where its scale goes: into α, or else into a factor.
         product = is_product(share, self.to)
         scales = Scales(self.evaluator, self.to)
         alpha: Mapping[str, Tensor] | None = {} if product and scales.strength_in(share) else scales.alpha(share)
@@ -332,6 +333,7 @@ class Converter:
                            )  # fmt: skip
         if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
+        # Step 2: its tensors.
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if moved:
             tensors[str(endings[moved.slot])] = moved.times(tensors[str(endings[moved.slot])])
@@ -340,6 +342,7 @@ class Converter:
                 stored_magnitude(patch)
             )
         tensors |= alpha
+        # Step 3: the facts of its layer.
         rank, number = row.rank(patch.shapes) if row.rank is not None else 0, None
         if product:
             rank = rank_of({ending: tuple(t.shape) for ending, t in tensors.items()})

@@ -160,6 +160,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
     adapter's changes are those of a merge into it, and one that does not fit it is refused. `pictures`: with spectrum
     and histogram of both changes.
     """
+    # Step 1: the pairs of modules, or of the weights that both change.
     files = group(a), group(b)
     shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
     left: dict[str, str] = {}
@@ -170,6 +171,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
         plans = _plans(a, b, base, left)
         model = groups(plans[0].names)
         pairs = _on_base(plans, model, pictures=pictures)
+    # Step 2: the sums, in all, by block and by module.
     total, rows, table = Similarity(), dict[str, Similarity](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
     for name, block, likeness in pairs:
@@ -181,6 +183,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
             only[likeness].append(name)
         else:
             left[name] = likeness
+    # Step 3: what is not in both, and tensors that both store in place of the base's.
     notes = []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
