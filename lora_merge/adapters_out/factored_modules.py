@@ -340,7 +340,7 @@ class FactoredModules:
         self.weights.clear()
 
     def modules(self, group: Sequence[OutputModule], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
-        """Return modules that `has` knows, whose bytes are in memory. `ranks`: see `shared_out`."""
+        """Return modules that `has` knows, whose bytes are in memory. `ranks`: see `ranks_by_size`."""
         modules = [self.module(output, ranks.get(output.place.label)) for output in group]
         self.forget()
         return [with_change(module, measured=True) for module in modules if module is not None]

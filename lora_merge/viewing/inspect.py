@@ -82,7 +82,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
                              f"use `lora-merge compare {compared}`, or name a base first")  # fmt: skip
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:
-            from .numbers import merge_numbers  # torch
+            from .measurements import merge_numbers  # torch
 
             numbers = partial(merge_numbers, pictures=pictures, progress=progress)
         facts |= cache.parsed(("facts", path), index, of_base)
@@ -93,13 +93,13 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
         file = cache.adapter(path)
         facts |= adapter_facts(file)
         if weights:
-            from .numbers import adapter_numbers  # torch
+            from .measurements import adapter_numbers  # torch
 
             facts["weights"] = adapter_numbers(file, pictures=pictures, progress=progress)
     else:
         facts |= cache.parsed(("facts", path), index, of_base)
         if weights:
-            from .numbers import base_sizes  # torch
+            from .measurements import base_sizes  # torch
 
             facts["sizes"] = base_sizes(index, pictures=pictures, progress=progress)
     # Step 5: hashes and notes.
