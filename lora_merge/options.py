@@ -66,7 +66,7 @@ DEVICE: Final = r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*"
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch knows which of them this machine has."""
 
-Kind: TypeAlias = Literal[
+OptionKind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
     "entries", "rule", "rules", "texts", "list", "name", "folder",
 ]  # fmt: skip
@@ -82,7 +82,7 @@ class Option:
     """One option of a merge."""
 
     name: str  # in Python, in jobs files and in recipes
-    kind: Kind
+    kind: OptionKind
     default: Any
     help: str
     recorded: Record
@@ -207,7 +207,7 @@ KEEP: Final = "keep"
 _PARTS: Final = ("unet", "te", "vae", "transformer", "prior", "denoiser", "model")
 
 
-def _row(name: str, kind: Kind, metavar: str, text: str, **more: Any) -> Option:
+def _row(name: str, kind: OptionKind, metavar: str, text: str, **more: Any) -> Option:
     default = () if kind in ("rules", "texts") else None
     return Option(name, kind, default, text, "given", **more, metavar=metavar, group="Options")
 

@@ -30,7 +30,7 @@ from .factored_modules import FactoredSums, StoredNumbers, finite_numbers, read_
 from .factors import FactoredDelta
 from .groups import Target, layers_of_weights
 from .job import AdapterJob
-from .module_tensors import ChangeOfMean, Layer, Norms, waiting_entry
+from .module_tensors import AdapterNorms, ChangeOfMean, Layer, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
 from .output_modules import weights_of
 from .parallel import settings_of_torch
@@ -185,7 +185,7 @@ def _layers(
             count(8 * prod(part.matrix))
 
 
-def _facts(delta: FactoredDelta, written: FactoredDelta, norms: Norms) -> ChangeOfMean:
+def _facts(delta: FactoredDelta, written: FactoredDelta, norms: AdapterNorms) -> ChangeOfMean:
     """Return the facts of a layer. `written`: the change by the averaged tensors."""
     return ChangeOfMean(delta.before, written.before, delta.squares, delta.apart(written), delta.effect, norms)
 

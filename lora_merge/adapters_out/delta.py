@@ -40,7 +40,7 @@ from .factors import (
 from .groups import Place, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .matrix_svd import of_dense, values_of
-from .module_tensors import ChangeOfMean, Layer, Norms, StoredModule
+from .module_tensors import AdapterNorms, ChangeOfMean, Layer, StoredModule
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import ZERO_TOTALS, Array, Effect, Totals, squares, squares_of_rows, totals_of, totals_of_rows
@@ -86,7 +86,7 @@ class Delta(ModuleChange):
     """Δ of one layer before it is cut to a rank."""
 
     before: int = 0  # the largest rank of the inputs; 0 where one of them is a matrix without factors
-    norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
+    norms: Mapping[str, AdapterNorms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
 
     @staticmethod

@@ -43,7 +43,7 @@ from .factors import (
 from .form import Conversion, Form
 from .groups import OutputModule, PlacePart, Target, is_stored_pair
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import Layer, Norms, StoredModule, with_change
+from .module_tensors import AdapterNorms, Layer, StoredModule, with_change
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import (
@@ -280,9 +280,9 @@ def has_factors(patch: Patch) -> bool:
     return plain and dtypes <= FLOATS
 
 
-def _norms(summands: Iterable[Summand], target: Target) -> dict[str, Norms]:
+def _norms(summands: Iterable[Summand], target: Target) -> dict[str, AdapterNorms]:
     """Return the norms of the changes of a weight at their strengths, in each layer that it is stored as."""
-    norms = dict[str, Norms]()
+    norms = dict[str, AdapterNorms]()
     for part in target.stored:
         runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
         of_adapters = ((s.adapter, abs(s.strength) * sqrt(sum(squares_of(s.left[rows], s.right) for rows in runs)))
@@ -467,10 +467,10 @@ def _in_place(part: PlacePart, delta: FactoredDelta) -> FactoredDelta:
 
 class _WithNorms(Protocol):
     @property
-    def norms(self) -> Mapping[str, Norms]: ...
+    def norms(self) -> Mapping[str, AdapterNorms]: ...
 
 
-def norms_of_parts(changes: Iterable[tuple[PlacePart, _WithNorms | None]]) -> Norms:
+def norms_of_parts(changes: Iterable[tuple[PlacePart, _WithNorms | None]]) -> AdapterNorms:
     """Return the norm of each adapter's change of a module, from those of its rows of the Δ of each weight."""
     squares: dict[int, float] = {}
     for part, delta in changes:

@@ -39,7 +39,7 @@ MATRIX_ALGORITHMS: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
 
 
-Kind: TypeAlias = Literal["value", "vector", "copy", "matrix", "product"]
+FormKind: TypeAlias = Literal["value", "vector", "copy", "matrix", "product"]
 """What is stored: a new value, the change of a vector, the input's tensors as they are, or the change of a matrix, also
 as the nearest product of another form, such as LoKr's."""
 
@@ -48,7 +48,7 @@ as the nearest product of another form, such as LoKr's."""
 class Form:
     """What becomes of one module, as far as headers show it."""
 
-    kind: Kind
+    kind: FormKind
     algorithm: str
     """Of a copy that of the input. Else whole matrices, factors, or AUTO: the smaller of both, when ranks are known."""
     rule: Rule

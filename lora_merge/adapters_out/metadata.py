@@ -138,7 +138,7 @@ def _header(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> byt
 METADATA_BYTES: Final = 4096
 """Bytes that the metadata of a file usually takes in its header."""
 
-Tensor = tuple[str, str, Shape]
+HeaderEntry = tuple[str, str, Shape]
 """Name, dtype and shape, as in the header."""
 
 
@@ -151,11 +151,11 @@ def factor_shapes(shape: Shape, rank: int) -> dict[str, Shape]:
 class PlannedLayer:
     """One layer of a plan: its tensors (name, dtype, shape), and its rank, 0 for a whole matrix."""
 
-    tensors: Sequence[Tensor]
+    tensors: Sequence[HeaderEntry]
     rank: int = 0
 
 
-def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
+def _entries(tensors: Sequence[HeaderEntry]) -> dict[str, str]:
     """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
     text = adapter_metadata({name: shape for name, _, shape in tensors})
     return {ADAPTER_METADATA: text} if text else {}
@@ -164,7 +164,7 @@ def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
 def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
     """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
     of which each layer has one direction at least. `inputs`: those whose metadata it keeps where they agree."""
-    tensors, factors, least, others = list[Tensor](), 0, 0, 0
+    tensors, factors, least, others = list[HeaderEntry](), 0, 0, 0
     for layer in layers:
         tensors += layer.tensors
         size = sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if shape)
@@ -180,7 +180,7 @@ def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[In
     return len(layout(tensors, {**same, **_entries(tensors)}, 0)) + METADATA_BYTES + factors + others
 
 
-def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
+def header_room(tensors: Iterable[HeaderEntry], inputs: Sequence[Index]) -> int:
     """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
     entries: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
     tensors = [*tensors]

@@ -16,7 +16,7 @@ from .output_file import Entry
 from .rank_rules import Rule, known_rank
 from .rounding import Effect
 
-Norms: TypeAlias = Mapping[int, float]
+AdapterNorms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
 
 
@@ -59,7 +59,7 @@ class Layer:
     notes: tuple[Note, ...] = field(default_factory=tuple)
     noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
     effect: Effect | None = None  # the numbers of Δ, where they were looked at
-    norms: Norms = field(default_factory=dict)
+    norms: AdapterNorms = field(default_factory=dict)
     weight: float | None = None  # ‖W‖² of the base's weight, where it was read
     spectrum: Spectrum | None = None  # of a layer that was cut to its rank
 
@@ -77,7 +77,7 @@ class ChangeOfMean(NamedTuple):
     squares: float  # ‖Δ‖² of the average of the changes
     lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
     effect: Effect
-    norms: Norms
+    norms: AdapterNorms
 
 
 def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:

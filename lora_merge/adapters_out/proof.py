@@ -171,7 +171,7 @@ def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:
         compare(job.inputs, sources.indexes[0], sources.matches, targets, partial(stored_number, reader))
 
 
-Changes: TypeAlias = Callable[[slice], Array]
+ChangeRows: TypeAlias = Callable[[slice], Array]
 """Function of a range of rows that returns Δ there."""
 
 
@@ -213,7 +213,7 @@ def rows_at_once(target: Target, matrix: tuple[int, int]) -> int:
     return max(1, CHANGE_NUMBERS // max(cols, 1)) if alone else max(rows, 1)
 
 
-def squares_of(expected: Changes, stored: Changes | None, rows: int, step: int) -> Squares:
+def squares_of(expected: ChangeRows, stored: ChangeRows | None, rows: int, step: int) -> Squares:
     """Return ‖Δ‖² and ‖Δ − Δ̂‖², `step` rows at a time."""
     size = off = 0.0
     for first in range(0, rows, step):
@@ -296,7 +296,7 @@ class Expectation:
         """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
         return 8 * (4 if self.combination is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
 
-    def squares(self, whole: Target, part: Target, again: Recomputation, stored: Changes | None) -> Squares | None:
+    def squares(self, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None) -> Squares | None:
         """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
         if self.combination is None:
             return _of_sum(self.job, whole, part, again, stored)
@@ -344,7 +344,7 @@ def _order(part: Target) -> Array:
 
 
 def _of_method(
-    how: Combination, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+    how: Combination, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
     if not known(whole):
@@ -362,7 +362,7 @@ def _of_method(
 
 
 def _of_sum(
-    job: AdapterJob, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+    job: AdapterJob, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes are added; None where a formula has no second one."""
     if not known(part):
@@ -379,7 +379,7 @@ def _of_sum(
     return squares_of(expected, stored, rows, rows_at_once(part, (rows, cols)))
 
 
-def _change_of(module: Any, reader: Reader, part: Target) -> Changes | None:
+def _change_of(module: Any, reader: Reader, part: Target) -> ChangeRows | None:
     """Return the Δ that the file's tensors mean; None for a module that it lacks."""
     if module is None:
         return None

@@ -36,14 +36,14 @@ class Workers:
 
 THIS_PROCESS: Final = Workers()
 
-Run: TypeAlias = Callable[[Sequence[JobGroup], Workers, Progress], Iterator[JobReport]]
+RunGroups: TypeAlias = Callable[[Sequence[JobGroup], Workers, Progress], Iterator[JobReport]]
 
 
 @dataclass(frozen=True)
 class Executor:
     """A way to run groups of jobs."""
 
-    run: Run
+    run: RunGroups
     shared: bool  # whether all workers share one machine, and thus the bounds on its memory
     check: Callable[[], None] = lambda: None  # raises UsageError where what it needs is not installed
 

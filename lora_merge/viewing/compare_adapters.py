@@ -39,7 +39,7 @@ from .module_changes import ModuleChanges, changes, replaced_by, shape_of
 from .pictures import OVERSAMPLING, evenly
 from .pictures import pictures as pictured
 
-StoredValue: TypeAlias = tuple[Name, str]
+ValueKey: TypeAlias = tuple[Name, str]
 """(network and name of a module, parameter), alike in all dialects of one layout."""
 
 TOKENS_NEED_BASE: Final = "rows of trained tokens: name a base with --base"
@@ -81,7 +81,7 @@ def shape_difference(a: tuple[int, ...], b: tuple[int, ...]) -> str:
     return f"other shapes: {list(a)} in A, {list(b)} in B"
 
 
-def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[StoredValue, StoredTensor]]:
+def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[ValueKey, StoredTensor]]:
     """Yield the tensors that take the place of the base's; the others come into `left`, with the reason."""
     known = rules_of(file)
     for info in file.strange:

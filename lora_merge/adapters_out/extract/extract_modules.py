@@ -276,7 +276,7 @@ def differences(
     return [difference(pair, base, tuned, computed) for pair in batch]
 
 
-Choose = Callable[[list[float], float], int]
+ChooseRank = Callable[[list[float], float], int]
 
 
 def factored(size: int, factor: int) -> tuple[int, int]:
@@ -290,7 +290,7 @@ def factored(size: int, factor: int) -> tuple[int, int]:
 
 
 def kronecker(
-    change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose
+    change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: ChooseRank
 ) -> tuple[Slots, Layer]:
     """Return the stored tensors of the nearest product, by slot, and its facts.
 
@@ -341,10 +341,10 @@ BYTES_ON_HOST: Final = 10
 BYTES_ON_DEVICE: Final = 16
 """Bytes on a device for each number of a Δ: fp32, its bases, and fp64 where one is searched again."""
 
-Batch: TypeAlias = tuple[Pair, ...]
+PairBatch: TypeAlias = tuple[Pair, ...]
 
 
-def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
+def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[PairBatch]:
     """Yield the pairs, matrices of one shape together, in the order of the first of each batch.
 
     Parameters:

@@ -30,7 +30,7 @@ from ..parallel import PerThread
 from ..proof import (
     CHANGE_NUMBERS,
     REDO,
-    Changes,
+    ChangeRows,
     Comparison,
     Squares,
     StatedLoss,
@@ -141,13 +141,13 @@ def _rows_at_once(pair: Pair, targets: Mapping[str, Target]) -> int:
     )
 
 
-def _values(view: WeightView, of: Recomputation) -> Changes:
+def _values(view: WeightView, of: Recomputation) -> ChangeRows:
     """Return a function of rows of a view that returns their stored numbers."""
     every = np.arange(view.matrix[0])
     return lambda rows: gathered(view, every[rows], of.values)
 
 
-def _change(view: WeightView, targets: Mapping[str, Target], again: Recomputation) -> Changes:
+def _change(view: WeightView, targets: Mapping[str, Target], again: Recomputation) -> ChangeRows:
     """Return a function of rows of a view that returns what the output adds to them."""
     every = np.arange(view.matrix[0])
 
