@@ -66,7 +66,7 @@ def value_of(groups: Mapping[str, str | None]) -> str:
     return f"{number:g}"
 
 
-def strange(text: str) -> tuple[str, str] | None:
+def other_spelling(text: str) -> tuple[str, str] | None:
     """Return path and strength of an adapter whose strength is not written as on the command line: lora@0.8, lora:80%.
 
     None for a file that is there, and for what holds no strength.
@@ -107,7 +107,7 @@ def with_parts(text: str) -> str:
     return f"{with_found_ending(path)}:{strength or '1'}{endings}" if endings else ""
 
 
-def neither(text: str) -> str:
+def stray_word(text: str) -> str:
     """Return the word behind an adapter that is neither a strength nor a part, such as "half"; "" without one."""
     word = re.fullmatch(r".+:([A-Za-z]+)", text)
     return word[1] if word and word[1] not in PART_WORDS and with_parts(text) else ""
@@ -136,7 +136,7 @@ def _named(path: str) -> str:
     return path if "." in path or split(path) is not None else f"{path}.safetensors"
 
 
-class Meant(NamedTuple):
+class AdapterArgument(NamedTuple):
     """An adapter whose text holds its strength: the parts are pairs of a name and a factor, as text."""
 
     path: str
@@ -144,7 +144,7 @@ class Meant(NamedTuple):
     parts: tuple[tuple[str, str], ...] = ()
 
 
-def meant(text: str) -> Meant | None:
+def adapter_argument(text: str) -> AdapterArgument | None:
     """Return what a text means that is no path, but has a strength in it: `lora:0.8,te=0`, `lora@0.8`, `<lora:x:0.8>`.
 
     None for a file that is there, and for what holds no strength.
@@ -153,18 +153,18 @@ def meant(text: str) -> Meant | None:
         return None
     if address := split(text):
         strength, _, parts = address[1].removeprefix(":").partition(",")
-        whole = Meant(text.removesuffix(address[1]), strength or "1", factors_by_part(parts))
+        whole = AdapterArgument(text.removesuffix(address[1]), strength or "1", factors_by_part(parts))
         return whole if address[1] else None
     if tags := of_tags(text):
         path, strength, parts = tags[0]
-        return Meant(path, strength, factors_by_part(parts))
+        return AdapterArgument(path, strength, factors_by_part(parts))
     path, value = split_strength(text)
     if value is not None:
-        return Meant(path, f"{value:g}")
+        return AdapterArgument(path, f"{value:g}")
     if match := re.fullmatch(_WITH_PARTS, with_parts(text) or text):
-        return Meant(match["path"], match["strength"] or "1", factors_by_part(match["parts"]))
-    reading = strange(text)
-    return Meant(*reading) if reading else None
+        return AdapterArgument(match["path"], match["strength"] or "1", factors_by_part(match["parts"]))
+    reading = other_spelling(text)
+    return AdapterArgument(*reading) if reading else None
 
 
 def factors_by_part(text: str) -> tuple[tuple[str, str], ...]:
@@ -177,7 +177,7 @@ def factors_by_part(text: str) -> tuple[tuple[str, str], ...]:
 def adapter_path(path: str | Path, *, alone: bool = False) -> Path:
     """Return the path of an adapter as `input_path` does; UsageError for a text with a strength in it, as Python has
     other places for that. `alone`: it is opened by itself."""
-    if isinstance(path, str) and (argument := meant(path)):
+    if isinstance(path, str) and (argument := adapter_argument(path)):
         name = json.dumps(argument.path, ensure_ascii=False)
         parts = "".join(f'("{part}", {_in_python(part, value)}), ' for part, value in argument.parts)
         if alone:

@@ -27,7 +27,7 @@ from .planning.plan import Plan
 from .planning.recipe import KEY
 from .process import interruptible
 from .progress import Progress, watched
-from .recipes.commands import COMMANDS, again, proof_of, run_request
+from .recipes.commands import COMMANDS, proof_of, replay_of, run_request
 from .report import Report
 from .text import python_code
 from .typed_options import (
@@ -243,7 +243,7 @@ def replay(  # noqa: PLR0913  # the options of the command
     """
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
         path, folders = input_path(written), _folders(search)
-        repeated = again(path, output, folders, device=device, overwrite=overwrite, progress=watcher)
+        repeated = replay_of(path, output, folders, device=device, overwrite=overwrite, progress=watcher)
         report: Report | AdapterReport = repeated.run(watcher)
         return report
 

@@ -59,7 +59,7 @@ FOR_FILES: Final = ("base", "output")
 IN_MEMORY: Final = ("merge", "plan", "merge_state_dict")
 """Functions for which there is another one for state dicts or for models."""
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The arguments of a call: by place, and by name."""
 
 
@@ -68,7 +68,7 @@ def annotation_of(parameter: inspect.Parameter) -> str:
     return str(parameter.annotation).removesuffix(" | None")
 
 
-def wrong_call(function: Callable[..., Any], call: Call) -> UsageError | None:
+def wrong_call(function: Callable[..., Any], call: CallArguments) -> UsageError | None:
     """Return the error for arguments that do not fit the function's parameters and their types; None if they do."""
     args, kwargs = call
     signature, place = inspect.signature(function), f"lora_merge.{function.__qualname__.removesuffix('.__init__')}"
@@ -110,7 +110,7 @@ def _unknown_name(
 
 
 def _wrong_number(
-    function: str, parameters: Mapping[str, inspect.Parameter], options: Sequence[str], call: Call
+    function: str, parameters: Mapping[str, inspect.Parameter], options: Sequence[str], call: CallArguments
 ) -> tuple[str, str] | None:
     """Return what is wrong and how to correct it, where arguments are too many or missing; else None."""
     args, kwargs = call

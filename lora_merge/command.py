@@ -20,7 +20,7 @@ MERGE: Final = "merge"
 Rows: TypeAlias = Mapping[str, Option]
 """The options of a command by name, with its defaults."""
 
-Inputs: TypeAlias = Literal["adapters", "snapshots", "adapter", "checkpoints"]
+InputKind: TypeAlias = Literal["adapters", "snapshots", "adapter", "checkpoints"]
 """What a command reads: some adapters; some of one training, the oldest first; one adapter; or a base and the tuned
 checkpoint, which takes the place of one adapter."""
 
@@ -36,7 +36,7 @@ class Command(ABC):
 
     name: str
     done: str  # of its report: "combined"
-    inputs: Inputs
+    inputs: InputKind
     needs: tuple[str, ...]
     """What a job cannot do without: `adapters`, `base`."""
     options: Rows  # with the defaults that they have here; None: no rule, or a value that depends on the inputs

@@ -49,7 +49,7 @@ class Fact(NamedTuple):
         return self.wide(13)
 
     def wide(self, width: int) -> str:
-        """Return the row as a line of text, with so many columns for the names of rows."""
+        """Return the row as a line of text; `width`: columns for the names of rows."""
         return (f"{self.name:<{width}} {self.value}" if self.name else f"  {self.value}  {self.right}").rstrip()
 
 

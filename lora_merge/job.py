@@ -165,14 +165,14 @@ class ResolvedJob(Job):
     labels of the base's networks. Planning makes it once, from the job that the user asked for."""
 
 
-class Opened:
+class AdapterValue:
     """An opened adapter, or a sum of several; the room `memory` makes them."""
 
     terms: Sequence[tuple[Any, float]]
     """Pairs of an opened adapter, which has a `path`, and its strength."""
 
 
-OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str] | Opened, float] | Adapter | Opened
+OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str] | AdapterValue, float] | Adapter | AdapterValue
 Adapters: TypeAlias = OneAdapter | Sequence[OneAdapter] | Mapping[str, float] | Mapping[Path, float]
 """The adapters that Python functions take: a path, an opened adapter or a sum, each also with a strength, a list of
 them, or path → strength."""
@@ -334,7 +334,7 @@ def adapter_list(adapters: Any) -> list[Any]:
         adapters = [*adapters.items()]
     if isinstance(adapters, list | tuple) and not is_pair(adapters) and _path_and_number(adapters):
         raise wrong_adapter(adapters)
-    single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
+    single = isinstance(adapters, str | PathLike | Adapter | AdapterValue) or is_pair(adapters)
     expected = "a path, or a list of them"
     adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", expected)
     return [Path(item) if isinstance(item, PathLike) else item for item in summands(adapters)]
@@ -349,7 +349,7 @@ def summands(adapters: Sequence[Any]) -> Iterator[Any]:
     """Yield the adapters; an opened one or a sum as pairs of each opened adapter and its strength."""
     for item in adapters:
         source, strength = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
-        if isinstance(source, Opened):
+        if isinstance(source, AdapterValue):
             times = factor(strength, "the strength of an adapter")
             yield from ((adapter, s * times) for adapter, s in source.terms)
         else:
@@ -374,9 +374,9 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
     named: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
         path, strength, named = value.path, value.strength, pairs(value.parts, "--parts")
-    if not isinstance(path, str | PathLike | Opened) or number_of(strength) is not None:
+    if not isinstance(path, str | PathLike | AdapterValue) or number_of(strength) is not None:
         raise wrong_adapter(value)
-    if isinstance(path, Opened):
+    if isinstance(path, AdapterValue):
         path = path.terms[0][0].path
     path = adapter_path(path if isinstance(path, str) else Path(path))
     if len(named) + len(parts) > MOST_PARTS:

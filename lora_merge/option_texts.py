@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from .adapter_arguments import right_form
 from .command import MERGE
 from .errors import UsageError
-from .options import JOB_OPTIONS, Kind, Option, number
+from .options import JOB_OPTIONS, Option, OptionKind, number
 from .paths import split_strength, words_of
 from .text import CODE, Message, from_json
 
@@ -95,7 +95,7 @@ def _as_pairs(value: Mapping[str, Any]) -> list[str]:
     return [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
 
 
-SPELLINGS: Final[Mapping[Kind, Spelling]] = MappingProxyType({
+SPELLINGS: Final[Mapping[OptionKind, Spelling]] = MappingProxyType({
     "switch": Spelling(lambda _, words: words[0] == "true", _as_word),
     "whole": Spelling(lambda o, words: as_number(words[0], o.flag, whole=True), _as_word),
     "number": Spelling(lambda o, words: as_number(words[0], o.flag, whole=False), _as_word),

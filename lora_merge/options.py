@@ -66,7 +66,7 @@ DEVICE: Final = r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*"
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch knows which of them this machine has."""
 
-Kind: TypeAlias = Literal[
+OptionKind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
     "entries", "rule", "rules", "texts", "list", "name", "folder",
 ]  # fmt: skip
@@ -82,13 +82,13 @@ class Option:
     """One option of a merge."""
 
     name: str  # in Python, in jobs files and in recipes
-    kind: Kind
+    kind: OptionKind
     default: Any
     help: str
     recorded: Record
     words: tuple[str, ...] = ()  # the allowed values, if they are a few words; the first is the default
     examples: tuple[str, ...] = ()  # words that are among its values, if there are others
-    together: bool = False  # whether jobs that share one read of their base must have the same value
+    same_in_read: bool = False  # whether jobs that share one read of their base must have the same value
     in_batch: bool = True  # whether it is a field of a jobs file
     in_verify: bool = False  # whether `verify` takes it, for outputs without a recipe
     short: str = ""  # short form on the command line
@@ -119,8 +119,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("dtype", "dtype", "keep", "Write tensors in this dtype or format; keep: as in the base.", "always",
                _DTYPES),
         Option("compute_dtype", "dtype", "fp32", "Compute formulas in this dtype.", "always", _COMPUTE,
-               together=True, in_verify=True, group="Computation"),
-        Option("device", "device", "auto", f"Compute on {DEVICES}; several: cuda:0,cuda:1.", "never", together=True,
+               same_in_read=True, in_verify=True, group="Computation"),
+        Option("device", "device", "auto", f"Compute on {DEVICES}; several: cuda:0,cuda:1.", "never", same_in_read=True,
                metavar="DEVICE",
                group="Computation"),
         Option("strength", "numbers", None, "Multiply the adapters: one value for each, in order.", "adapters",
@@ -134,12 +134,12 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("on_overflow", "word", "error",
                "Stop at values too large for the output's dtype (error), or cut them to its largest (saturate).",
                "given",
-               get_args(OnOverflow), together=True, in_verify=True),
+               get_args(OnOverflow), same_in_read=True, in_verify=True),
         Option("rounding", "word", "nearest",
                "Round merged weights; stochastic keeps changes smaller than a step, on average.", "given",
-               get_args(Rounding), together=True, in_verify=True),
+               get_args(Rounding), same_in_read=True, in_verify=True),
         Option("seed", "whole", 0, "Seed the random draws of stochastic rounding, dare and della.", "given",
-               together=True, in_verify=True, metavar="INT"),
+               same_in_read=True, in_verify=True, metavar="INT"),
         Option("keep_precision", "texts", (),
                "Leave weights unquantised: parts, re:REGEX or globs of base keys; none: quantise norms … too.", "given",
                metavar="PATTERN"),
@@ -179,8 +179,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
                "in place.", "never", metavar="DIR", group="Input"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
         Option("max_memory", "size", "1GiB", "Limit the memory of the weights that are merged at a time, e.g. 512MiB.",
-               "never", together=True, metavar="SIZE", group="Computation"),
-        Option("max_vram", "size", None, "Limit the device memory in use, e.g. 4GiB.", "never", together=True,
+               "never", same_in_read=True, metavar="SIZE", group="Computation"),
+        Option("max_vram", "size", None, "Limit the device memory in use, e.g. 4GiB.", "never", same_in_read=True,
                metavar="SIZE", group="Computation"),
         Option("verify", "switch", default=True, help="Verify the written file.", recorded="never", group="Report"),
         Option("title", "text", None, "Set the title in the output's metadata (modelspec.title).", "given",
@@ -207,7 +207,7 @@ KEEP: Final = "keep"
 _PARTS: Final = ("unet", "te", "vae", "transformer", "prior", "denoiser", "model")
 
 
-def _row(name: str, kind: Kind, metavar: str, text: str, **more: Any) -> Option:
+def _row(name: str, kind: OptionKind, metavar: str, text: str, **more: Any) -> Option:
     default = () if kind in ("rules", "texts") else None
     return Option(name, kind, default, text, "given", **more, metavar=metavar, group="Options")
 

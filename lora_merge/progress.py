@@ -23,7 +23,7 @@ written. `make`: the layers of an adapter are computed. `flush`: the disk takes 
 file is read again. `upload`: an output of another machine is sent there. `look`: files are measured or compared."""
 
 STEP_SECONDS: Final = 0.1
-"""Seconds between two steps of work that has many more: those of `Gathered`, and those within a window of a merge."""
+"""Seconds between two steps of work that has many more: those of `StepBuffer`, and those within a window of a merge."""
 
 SECOND_HAND: Final = 0.5
 """Seconds between two redraws of a bar of tqdm that no step moves: the elapsed time in it goes on."""
@@ -151,7 +151,7 @@ def _add(waiting: _Steps, step: Step) -> None:
     waiting[key] = step if before is None else step._replace(done=before.done + step.done)
 
 
-class Gathered:
+class StepBuffer:
     """Adds up steps of one stage and passes them on ten times a second: a step costs a message to another process.
 
     Threads may report at the same time; the steps are passed on one at a time.

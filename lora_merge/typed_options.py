@@ -15,7 +15,7 @@ from .options import MethodName, OnOverflow, Rounding, Unmatched
 if TYPE_CHECKING:
     import torch
 
-Setting: TypeAlias = float | bool | str | Sequence[Sequence[int]]
+SettingValue: TypeAlias = float | bool | str | Sequence[Sequence[int]]
 """A value that an adapter's file lacks: a number, a flag, a word, or ranges of rows."""
 
 
@@ -24,7 +24,7 @@ class Reading(TypedDict, total=False):
 
     strength_for: Mapping[str, float] | Sequence[tuple[str, float]]
     unmatched: Unmatched
-    setting: Mapping[str, Setting] | Sequence[tuple[str, Setting]]
+    setting: Mapping[str, SettingValue] | Sequence[tuple[str, SettingValue]]
     map: str | Path | None
     compute_dtype: str | torch.dtype
     title: str | None
@@ -171,7 +171,7 @@ class Defaults(TypedDict, total=False):
     normalise: Literal["count", "weight", "none"] | None
     agree: int | None
     scale: float | str | None
-    setting: Mapping[str, Setting] | None
+    setting: Mapping[str, SettingValue] | None
     map: str | PathLike[str] | None
     cache: str | PathLike[str] | None
     tokenizer: str | PathLike[str] | None

@@ -157,7 +157,7 @@ def test_page_of_the_command_line_shows_every_option_with_its_default() -> None:
 def test_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
     """Jobs of a batch that differ in other options have one outline between them."""
     assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify", "card", "cache"}
-    assert {n for n, o in OPTIONS.items() if o.together} <= JOB.keys()
+    assert {n for n, o in OPTIONS.items() if o.same_in_read} <= JOB.keys()
 
 
 def test_long_value_is_looked_at_by_its_beginning() -> None:

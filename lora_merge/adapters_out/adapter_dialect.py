@@ -34,7 +34,7 @@ from ..options import KEEP
 from ..planning.inputs import Inputs
 from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
-from .groups import Filled, Place, places
+from .groups import OutputModule, Place, places
 from .job import FACTORS, GIVE_BASE, WHOLE, AdapterJob
 from .output_file import NORM_ENDINGS, PAIRS
 from .output_names import shape_of
@@ -96,7 +96,7 @@ def _named(key: str, ending: str) -> bool:
     return len(parts) == 3 and parts[2] == last and parts[0].endswith(first)
 
 
-def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
+def in_memory(modules: Sequence[OutputModule], everywhere: Sequence[Place]) -> tuple[list[OutputModule], list[Place]]:
     """Return places with the names that an adapter of PEFT has for them: those of the model in memory, which may differ
     from the names in its checkpoint (ViT), and keep a head apart from the embeddings that share its weight.
 
@@ -111,7 +111,7 @@ def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[l
     if len({*memory_names.values()}) < len(memory_names):
         return [*modules], [*everywhere]
     renamed = {id(p): p._replace(module=memory_names.get(p.module, p.module)) for p in everywhere}
-    return [filled._replace(place=renamed[id(filled.place)]) for filled in modules], [*renamed.values()]
+    return [output._replace(place=renamed[id(output.place)]) for output in modules], [*renamed.values()]
 
 
 def heads(sources: Sources) -> Iterator[Place]:

@@ -13,11 +13,11 @@ from math import prod
 from os import PathLike
 from typing import Any, Final
 
-from ..adapter_arguments import meant
+from ..adapter_arguments import adapter_argument
 from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
-from ..job import Adapter, Opened, adapter_list, wrong_adapter
+from ..job import Adapter, AdapterValue, adapter_list, wrong_adapter
 from ..options import KEEP, a_list, finite, pairs, unlike
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
@@ -193,11 +193,11 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
         raise unlike(adapters, "adapters", "a list of snapshots")
     snapshots, stated = [], list[Any]()
     for item in adapter_list(adapters):
-        text = meant(item) if isinstance(item, str) else None
+        text = adapter_argument(item) if isinstance(item, str) else None
         path, strength = item if isinstance(item, tuple) else (text.path, text.strength) if text else (item, None)
         if isinstance(item, Adapter):
             strength = item.strength
-        elif not isinstance(path, str | PathLike | Opened):
+        elif not isinstance(path, str | PathLike | AdapterValue):
             raise wrong_adapter(item)
         stated.append(number_of(strength) if isinstance(strength, str) else strength)
         snapshots.append(path)

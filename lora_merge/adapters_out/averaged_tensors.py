@@ -30,12 +30,12 @@ from .factored_modules import FactoredSums, StoredNumbers, finite_numbers, read_
 from .factors import FactoredDelta
 from .groups import Target, layers_of_weights
 from .job import AdapterJob
-from .module_tensors import ChangeOfMean, Layer, Norms, waiting_entry
+from .module_tensors import AdapterNorms, ChangeOfMean, Layer, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
 from .output_modules import weights_of
 from .parallel import settings_of_torch
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_dtype
-from .proof import REDO, Comparison, Squares, Stated, prove
+from .proof import REDO, Comparison, Squares, StatedLoss, prove
 from .report import AdapterReport
 from .rounding import Array, all_finite, as_stored, data_of
 from .sources import Sources, open_sources
@@ -185,7 +185,7 @@ def _layers(
             count(8 * prod(part.matrix))
 
 
-def _facts(delta: FactoredDelta, written: FactoredDelta, norms: Norms) -> ChangeOfMean:
+def _facts(delta: FactoredDelta, written: FactoredDelta, norms: AdapterNorms) -> ChangeOfMean:
     """Return the facts of a layer. `written`: the change by the averaged tensors."""
     return ChangeOfMean(delta.before, written.before, delta.squares, delta.apart(written), delta.effect, norms)
 
@@ -228,8 +228,8 @@ def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, 
             return Squares(0.0, 0.0)
 
         comparisons = [
-            Comparison(info.name, 2 * prod(info.shape), 8 * 4 * min(AVERAGED_NUMBERS, prod(info.shape)), Stated(0.0),
-                       partial(squares, info))
+            Comparison(info.name, 2 * prod(info.shape), 8 * 4 * min(AVERAGED_NUMBERS, prod(info.shape)),
+                       StatedLoss(0.0), partial(squares, info))
             for info in averages
         ]  # fmt: skip
         return prove(comparisons, job, path, begin, layers=len(averages))

@@ -29,7 +29,7 @@ from ..models.weights import RowSlice
 from .factors import placed, shortest, spread, squares_of
 from .groups import Target, is_stored_pair, rank_of_change
 from .job import GIVE_BASE, AdapterJob
-from .module_tensors import Norms
+from .module_tensors import AdapterNorms
 from .rounding import squares_of_rows
 from .sources import NOWHERE, Sources, reshaped, without_values
 
@@ -262,9 +262,9 @@ def squares_between(first: RowMatrix, other: RowMatrix, factor: float = 1.0) -> 
     return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)
 
 
-def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
+def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, AdapterNorms]:
     """Return the norms of the changes of a weight in each layer that it is stored as."""
-    norms = dict[str, Norms]()
+    norms = dict[str, AdapterNorms]()
     for part in target.stored:
         runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
         of_adapters = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)

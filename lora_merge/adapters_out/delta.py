@@ -40,7 +40,7 @@ from .factors import (
 from .groups import Place, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .matrix_svd import of_dense, values_of
-from .module_tensors import ChangeOfMean, Layer, Norms, StoredModule
+from .module_tensors import AdapterNorms, ChangeOfMean, Layer, StoredModule
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import ZERO_TOTALS, Array, Effect, Totals, squares, squares_of_rows, totals_of, totals_of_rows
@@ -62,7 +62,7 @@ def apart_from(whole: RowMatrix, up: Tensor, down: Tensor, total: float, dtype: 
     return off if off > LOST_IN_FP32 * total or dtype_of_sums == wide else apart_from(whole, up, down, total, wide)
 
 
-class Rounded(NamedTuple):
+class RoundedMatrix(NamedTuple):
     """A matrix as it is stored, the totals of the exact one, and ‖Δ − Δ̂‖²."""
 
     numbers: Tensor
@@ -70,7 +70,7 @@ class Rounded(NamedTuple):
     lost: float  # ‖Δ − Δ̂‖²
 
 
-def rounded(exact: RowMatrix, dtype: torch.dtype) -> Rounded:
+def rounded(exact: RowMatrix, dtype: torch.dtype) -> RoundedMatrix:
     """Return a matrix that is rounded once, some rows at a time."""
     numbers = torch.empty(exact.shape, dtype=dtype)
     totals, lost = ZERO_TOTALS, 0.0
@@ -78,7 +78,7 @@ def rounded(exact: RowMatrix, dtype: torch.dtype) -> Rounded:
         numbers[rows] = block
         totals += totals_of(block)
         lost += squares(numbers[rows].double() - block.double())
-    return Rounded(numbers, totals, lost)
+    return RoundedMatrix(numbers, totals, lost)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Delta(ModuleChange):
     """Δ of one layer before it is cut to a rank."""
 
     before: int = 0  # the largest rank of the inputs; 0 where one of them is a matrix without factors
-    norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
+    norms: Mapping[str, AdapterNorms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
 
     @staticmethod
@@ -122,7 +122,7 @@ class Delta(ModuleChange):
 
     @property
     def effect(self) -> Effect:
-        """The numbers of Δ, as far as they are looked at."""
+        """The largest entry of Δ and its share of non-zeros, from all rows or from a sample."""
         return self.factored.effect if self.whole is None else self.totals.effect
 
 

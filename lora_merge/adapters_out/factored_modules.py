@@ -41,9 +41,9 @@ from .factors import (
     without_repeats,
 )
 from .form import Conversion, Form
-from .groups import Filled, PlacePart, Target, is_stored_pair
+from .groups import OutputModule, PlacePart, Target, is_stored_pair
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import Layer, Norms, StoredModule, with_change
+from .module_tensors import AdapterNorms, Layer, StoredModule, with_change
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import (
@@ -280,9 +280,9 @@ def has_factors(patch: Patch) -> bool:
     return plain and dtypes <= FLOATS
 
 
-def _norms(summands: Iterable[Summand], target: Target) -> dict[str, Norms]:
+def _norms(summands: Iterable[Summand], target: Target) -> dict[str, AdapterNorms]:
     """Return the norms of the changes of a weight at their strengths, in each layer that it is stored as."""
-    norms = dict[str, Norms]()
+    norms = dict[str, AdapterNorms]()
     for part in target.stored:
         runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
         of_adapters = ((s.adapter, abs(s.strength) * sqrt(sum(squares_of(s.left[rows], s.right) for rows in runs)))
@@ -322,16 +322,16 @@ class FactoredModules:
         assert self.conversion.job.dtype is not None, "all inputs decide it"
         return self.conversion.job.dtype
 
-    def has(self, filled: Filled) -> bool:
+    def has(self, output: OutputModule) -> bool:
         """Return whether headers show that a module is made here."""
-        form = self.forms[filled.place.label]
-        if form.kind != "matrix" or form.whole or not all(self.sums.has(part.whole) for part in filled.parts):
+        form = self.forms[output.place.label]
+        if form.kind != "matrix" or form.whole or not all(self.sums.has(part.whole) for part in output.parts):
             return False
-        patches = [use.patch for part in filled.parts for use in part.layer.uses if use.strength]
+        patches = [use.patch for part in output.parts for use in part.layer.uses if use.strength]
         columns = sum(min(patch.shapes["down"][0], *patch.view.matrix) for patch in patches)
-        return form.rule.name == EXACT or columns <= min(filled.place.view.matrix)
+        return form.rule.name == EXACT or columns <= min(output.place.view.matrix)
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return about how many bytes the changes of modules take."""
         return nbytes_of(self.conversion.job, group)
 
@@ -339,23 +339,23 @@ class FactoredModules:
         """Drop what was computed for the last modules."""
         self.weights.clear()
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
-        """Return modules that `has` knows, whose bytes are in memory. `ranks`: see `shared_out`."""
-        modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
+    def modules(self, group: Sequence[OutputModule], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+        """Return modules that `has` knows, whose bytes are in memory. `ranks`: see `ranks_by_size`."""
+        modules = [self.module(output, ranks.get(output.place.label)) for output in group]
         self.forget()
         return [with_change(module, measured=True) for module in modules if module is not None]
 
-    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+    def spectra(self, group: Sequence[OutputModule]) -> list[LayerSpectrum]:
         """Return the singular values of modules that `has` knows, for the rule `size`."""
-        spectra = [spectrum for filled in group for spectrum in self.spectrum(filled) or ()]
+        spectra = [spectrum for output in group for spectrum in self.spectrum(output) or ()]
         self.forget()
         return spectra
 
-    def module(self, filled: Filled, rank: int | None) -> StoredModule | None:
+    def module(self, output: OutputModule, rank: int | None) -> StoredModule | None:
         """Return a module whose bytes are in memory; None for one that is made from matrices."""
-        place, form, to = filled.place, self.forms[filled.place.label], self.conversion.to
-        delta = self._delta(filled) if form.kind == "matrix" and form.algorithm != WHOLE else None
-        factors = None if delta is None else self._stored(filled, delta, form, rank)
+        place, form, to = output.place, self.forms[output.place.label], self.conversion.to
+        delta = self._delta(output) if form.kind == "matrix" and form.algorithm != WHOLE else None
+        factors = None if delta is None else self._stored(output, delta, form, rank)
         (out, cols) = place.view.matrix
         if delta is None or factors is None or (form.algorithm == AUTO and factors.rank * (out + cols) >= out * cols):
             return None
@@ -368,15 +368,15 @@ class FactoredModules:
         if factors.rank and to.alpha:
             alpha = data_of(np.array([factors.alpha], np.float32))
             entries[to.endings.get("alpha", ".alpha")] = Entry("alpha", "F32", (), alpha)
-        norms = norms_of_parts((part, self.weights[id(part.whole)]) for part in filled.parts)
-        weight = self.weight_of(filled) if factors.squares and factors.rank else None
+        norms = norms_of_parts((part, self.weights[id(part.whole)]) for part in output.parts)
+        weight = self.weight_of(output) if factors.squares and factors.rank else None
         layer = Layer(FACTORS, factors.rank, delta.before, factors.alpha, factors.squares, factors.lost,
                       effect=delta.effect, norms=norms, weight=weight, spectrum=factors.spectrum)  # fmt: skip
         return StoredModule(place, entries, layer)
 
-    def spectrum(self, filled: Filled) -> list[LayerSpectrum] | None:
+    def spectrum(self, output: OutputModule) -> list[LayerSpectrum] | None:
         """Return the singular values of a module, [] for a Δ of zeros; None as above."""
-        delta, label = self._delta(filled), filled.place.label
+        delta, label = self._delta(output), output.place.label
         if delta is None:
             return None
         with decomposing(label):
@@ -386,38 +386,38 @@ class FactoredModules:
         width = sum(delta.matrix) * ITEM_BYTES[self.dtype]
         return [LayerSpectrum(label, triples.values.tolist(), width)] if triples.squares else []
 
-    def cut(self, filled: Filled, rule: Rule, rank: int | None) -> Cut:
+    def cut(self, output: OutputModule, rule: Rule, rank: int | None) -> Cut:
         """Return the cut of a module of a rule, or of a rank that is decided already, with its α or α / rank."""
         alpha, stored = self.conversion.job.alpha, self.conversion.to.alpha
         if not isinstance(alpha, str):
             return Cut(rule, rank, float(alpha) if stored else None)
-        scales = {_scale(part.layer) for part in filled.parts} if stored and alpha != "rank" else {1.0}
+        scales = {_scale(part.layer) for part in output.parts} if stored and alpha != "rank" else {1.0}
         return Cut(rule, rank, None, scales.pop() if len(scales) == 1 else 1.0)
 
-    def weight_of(self, filled: Filled) -> float | None:
+    def weight_of(self, output: OutputModule) -> float | None:
         """Return ‖W‖² of a module; None where it is not known."""
-        weights = [self.weight(part.layer) for part in filled.parts]
+        weights = [self.weight(part.layer) for part in output.parts]
         return None if None in weights else sum(weight for weight in weights if weight is not None)
 
-    def _delta(self, filled: Filled) -> FactoredDelta | None:
+    def _delta(self, output: OutputModule) -> FactoredDelta | None:
         """Return Δ of a module; None where the change of a weight that it has rows of is a matrix."""
-        exactly = filled.alone is not None and self.forms[filled.place.label].rule.name == EXACT
+        exactly = output.alone is not None and self.forms[output.place.label].rule.name == EXACT
         changes = list[tuple[PlacePart, FactoredDelta]]()
-        for part in filled.parts:
+        for part in output.parts:
             key = id(part.whole)
             if key not in self.weights:
                 self.weights[key] = self.sums.delta(part.whole, self.dtype if exactly else None)
             if (delta := self.weights[key]) is None:
                 return None
             changes.append((part, delta))
-        return delta_of_parts(filled, changes)
+        return delta_of_parts(output, changes)
 
-    def _stored(self, filled: Filled, delta: FactoredDelta, form: Form, rank: int | None) -> StoredFactors | None:
+    def _stored(self, output: OutputModule, delta: FactoredDelta, form: Form, rank: int | None) -> StoredFactors | None:
         """Return the stored factors; None where Δ has more columns than a rank that is cut."""
-        cut = self.cut(filled, form.rule, rank)
+        cut = self.cut(output, form.rule, rank)
         if form.rule.name == EXACT and rank is None:
             return exact(delta, cut, self.dtype)
-        with decomposing(filled.place.name):
+        with decomposing(output.place.name):
             triples = delta.triples(self.noise)
         return None if triples is None else truncated(delta, triples, cut, self.dtype)
 
@@ -439,9 +439,9 @@ def _scale(layer: Target) -> float:
     return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
 
 
-def delta_of_parts(filled: Filled, changes: Sequence[tuple[PlacePart, FactoredDelta]]) -> FactoredDelta:
+def delta_of_parts(output: OutputModule, changes: Sequence[tuple[PlacePart, FactoredDelta]]) -> FactoredDelta:
     """Return Δ of a module: its rows of the changes of weights."""
-    out, cols = filled.place.view.matrix
+    out, cols = output.place.view.matrix
     deltas = [(part, _in_place(part, delta)) for part, delta in changes]
     if len(deltas) == 1 and deltas[0][0].rows == (range(out),):
         return deltas[0][1]
@@ -467,10 +467,10 @@ def _in_place(part: PlacePart, delta: FactoredDelta) -> FactoredDelta:
 
 class _WithNorms(Protocol):
     @property
-    def norms(self) -> Mapping[str, Norms]: ...
+    def norms(self) -> Mapping[str, AdapterNorms]: ...
 
 
-def norms_of_parts(changes: Iterable[tuple[PlacePart, _WithNorms | None]]) -> Norms:
+def norms_of_parts(changes: Iterable[tuple[PlacePart, _WithNorms | None]]) -> AdapterNorms:
     """Return the norm of each adapter's change of a module, from those of its rows of the Δ of each weight."""
     squares: dict[int, float] = {}
     for part, delta in changes:
@@ -479,7 +479,7 @@ def norms_of_parts(changes: Iterable[tuple[PlacePart, _WithNorms | None]]) -> No
     return {adapter: sqrt(square) for adapter, square in squares.items()}
 
 
-def nbytes_of(job: AdapterJob, group: Sequence[Filled]) -> int:
+def nbytes_of(job: AdapterJob, group: Sequence[OutputModule]) -> int:
     """Return about how many bytes the changes of modules take."""
     weights = {id(part.whole): part.whole for module in group for part in module.parts}
     return sum(_nbytes(job, weight) for weight in weights.values())
@@ -496,7 +496,7 @@ def _nbytes(job: AdapterJob, target: Target) -> int:
                    (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
 
 
-def copy_of(module: Filled, to: Dialect, reader: Reader) -> StoredModule:
+def copy_of(module: OutputModule, to: Dialect, reader: Reader) -> StoredModule:
     """Return the stored factors of a module; InputError where a number is not finite, or too large for fp64."""
     (share,), place = module.shares, module.place
     patch = share.patch
@@ -524,16 +524,16 @@ class Copies:
     def __init__(self, to: Dialect, reader: Reader) -> None:
         self._to, self._reader = to, reader
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return the bytes of both factors, as stored and in fp32."""
         slots = [module.shares[0].patch.module.slots for module in group]
         return 3 * sum(s["up"].nbytes + s["down"].nbytes for s in slots)
 
-    def spectra(self, _: Sequence[Filled]) -> list[LayerSpectrum]:
+    def spectra(self, _: Sequence[OutputModule]) -> list[LayerSpectrum]:
         """No rule looks at copies."""
         return []
 
-    def modules(self, group: Sequence[Filled], _: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+    def modules(self, group: Sequence[OutputModule], _: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return copies, whose bytes are in memory."""
         return [with_change(copy_of(module, self._to, self._reader), measured=False) for module in group]
 

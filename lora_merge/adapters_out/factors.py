@@ -22,7 +22,7 @@ from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 from ..errors import beyond_fp64
 from ..models.weights import RowSlice
 from .groups import Target
-from .module_tensors import Norms, Spectrum
+from .module_tensors import AdapterNorms, Spectrum
 from .rank_rules import Rule, choose
 from .rounding import CANCELLED_SHARE_OF_FP32 as SINGLE
 from .rounding import HEADROOM, LEAST_ROWS, PRODUCT_WORK, Array, Distinct, Effect, as_stored, widened
@@ -351,7 +351,7 @@ class FactoredDelta:
     left: Array  # [out, R]
     right: Array  # [R, cols]
     before: int  # the largest rank of the inputs
-    norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
+    norms: Mapping[str, AdapterNorms] = field(default_factory=dict)  # of each layer that the weight is stored as
     bits: InputBits | None = None
 
     @property

@@ -20,7 +20,7 @@ from ..merge_methods import COMBINATIONS
 from ..options import KEEP
 from ..text import Note, size
 from .dialects import Dialect
-from .groups import Filled, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change
+from .groups import OutputModule, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change
 from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, STORED_AS, WHOLE, AdapterJob, algorithm_in
 from .metadata import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
@@ -39,7 +39,7 @@ MATRIX_ALGORITHMS: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
 
 
-Kind: TypeAlias = Literal["value", "vector", "copy", "matrix", "product"]
+FormKind: TypeAlias = Literal["value", "vector", "copy", "matrix", "product"]
 """What is stored: a new value, the change of a vector, the input's tensors as they are, or the change of a matrix, also
 as the nearest product of another form, such as LoKr's."""
 
@@ -48,7 +48,7 @@ as the nearest product of another form, such as LoKr's."""
 class Form:
     """What becomes of one module, as far as headers show it."""
 
-    kind: Kind
+    kind: FormKind
     algorithm: str
     """Of a copy that of the input. Else whole matrices, factors, or AUTO: the smaller of both, when ranks are known."""
     rule: Rule
@@ -79,7 +79,7 @@ class Conversion(NamedTuple):
     job: AdapterJob  # with the output's name and the rule of each module
     to: Dialect  # the dialect that is written
     sources: Sources  # the adapter's changes of the base
-    modules: list[Filled]  # the output modules with a change
+    modules: list[OutputModule]  # the output modules with a change
     all_modules: list[Place]  # all modules that the dialect can name
     forms: list[Form]  # of the modules
 
@@ -139,7 +139,7 @@ def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
     return form
 
 
-def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
+def form_of_module(job: AdapterJob, to: Dialect, module: OutputModule) -> Form:
     """Return the form of a module of a conversion; FitError if the dialect has none for it."""
     place, patches = module.place, [s.patch for s in module.shares]
     rule = job.rules.of_layer(place.label, kernel=place.kernel)
@@ -185,7 +185,7 @@ def form_of_difference(job: AdapterJob, to: Dialect, place: Place, *, fresh: boo
     return form if algorithm in STORED_AS else replace(form, kind="product")
 
 
-def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:
+def _form_of_vector(to: Dialect, module: OutputModule, rule: Rule) -> Form:
     """Return the form of a new value or of the change of a vector; FitError if the dialect has none for it."""
     place = module.place
     if module.value is not None:
@@ -198,7 +198,7 @@ def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:
     return Form("vector", WHOLE, rule)
 
 
-def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
+def _is_renamed(job: AdapterJob, to: Dialect, module: OutputModule) -> bool:
     """Return whether no number of a module and not its α change."""
     if not job.keeps_forms or job.alpha != KEEP or not to.alpha or len(module.shares) != 1:
         return False
@@ -211,7 +211,7 @@ def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
     return dtypes == {written_dtype(job, (share,))} and 0 < patch.shapes["down"][0] <= min(module.place.view.matrix)
 
 
-def holds_columns(module: Filled, to: Dialect) -> bool:
+def holds_columns(module: OutputModule, to: Dialect) -> bool:
     """Return whether the magnitudes of a module are those of its columns, and a dialect has a place for them: PEFT's of
     embeddings are."""
     (share, *others) = module.shares
@@ -220,7 +220,7 @@ def holds_columns(module: Filled, to: Dialect) -> bool:
     return of_columns and share.strength == 1 and has_place
 
 
-def _expect_magnitudes(module: Filled, to: Dialect) -> None:
+def _expect_magnitudes(module: OutputModule, to: Dialect) -> None:
     """Raise FitError for a dialect that cannot store the magnitudes of DoRA of a module."""
     of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in module.shares)
     if not holds_columns(module, to) and not (of_rows and "magnitude" in to.endings):
@@ -228,7 +228,7 @@ def _expect_magnitudes(module: Filled, to: Dialect) -> None:
                        TO_LORA)  # fmt: skip
 
 
-def can_copy(module: Filled, to: Dialect) -> bool:
+def can_copy(module: OutputModule, to: Dialect) -> bool:
     """Return whether the tensors of a module can be written in a dialect as they are, but for their scale."""
     (share, *others) = module.shares
     patch = share.patch
@@ -241,12 +241,12 @@ def is_product(share: PlaceChange, to: Dialect) -> bool:
     return not to.alpha and share.patch.algorithm in to.products and share.patch.magnitude is None
 
 
-def is_copied(filled: Filled, to: Dialect) -> bool:
+def is_copied(output: OutputModule, to: Dialect) -> bool:
     """Return whether the one tensor of a change is that of a place as it is, and the dialect has a key for it."""
-    (share, *others) = filled.shares
+    (share, *others) = output.shares
     module, algorithm = share.patch.module, share.patch.algorithm
-    known = all(to.copied(module, algorithm, filled.place.parameter, slot) for slot in module.slots)
-    return known and not others and share.strength == 1 and share.is_all(filled.place)
+    known = all(to.copied(module, algorithm, output.place.parameter, slot) for slot in module.slots)
+    return known and not others and share.strength == 1 and share.is_all(output.place)
 
 
 def vector_ending(place: Place, to: Dialect) -> str | None:
@@ -305,7 +305,7 @@ def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
     return _with_demands([_planned_module(module, form, conversion) for module, form in pairs], conversion)
 
 
-def _planned_module(module: Filled, form: Form, conversion: Conversion) -> PlannedLayer:
+def _planned_module(module: OutputModule, form: Form, conversion: Conversion) -> PlannedLayer:
     """Return the tensors of one module: factors at their highest rank, if the numbers decide it."""
     to, job, place, patches = conversion.to, conversion.job, module.place, [s.patch for s in module.shares]
     shape, dtype = place.view.shape, written_dtype(job, module.shares) or "F32"
@@ -356,14 +356,14 @@ def _named(place: Place, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], 
     return PlannedLayer([(to.key(place.prefix, place.module, e), *tensor) for e, tensor in tensors.items()], rank)
 
 
-def _ending(module: Filled, to: Dialect) -> str:
+def _ending(module: OutputModule, to: Dialect) -> str:
     """Return the ending of the change of a vector, or of a new value."""
     place = module.place
     changed = to.endings.get("diff" if place.parameter == "weight" else "diff_b")
     return (changed if module.value is not None else vector_ending(place, to)) or f".{place.parameter}"
 
 
-def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
+def _pair_of(module: OutputModule, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
     """Return the factors of a layer, or of an embedding; FitError for a dialect that cannot store these."""
     to, (out, *cols) = conversion.to, module.place.view.shape
     if "up_bias" in to.endings and is_table(module.place, module.shares):
@@ -388,7 +388,7 @@ def _of_rows(place: Place) -> Shape:
     return tuple(place.view.matrix[0] if size < 0 else size for size in magnitude_shape(place))
 
 
-def _of_value(module: Filled, conversion: Conversion, dtype: str) -> str:
+def _of_value(module: OutputModule, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the change of a vector, or of a new value."""
     to = conversion.to
     if module.value is None:
@@ -397,7 +397,7 @@ def _of_value(module: Filled, conversion: Conversion, dtype: str) -> str:
     return info.dtype if to.whole and strength == 1 else "F32"
 
 
-def _new_dtype(module: Filled, conversion: Conversion, dtype: str) -> str:
+def _new_dtype(module: OutputModule, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the new value of a parameter, which holds those of the base and of the change."""
     weight = conversion.sources.weights.get(module.place.view.row_slices[0].key)
     base_dtype = weight.stored.dtype if weight is not None else ""
@@ -458,7 +458,7 @@ def _with_biases(
 
 
 def without_data(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> StoredModule:
-    """Return a module as it would be, without its bytes, for the configuration of PEFT."""
+    """Return the planned module without data, enough for `adapter_config.json`."""
     stem = to.key(place.prefix, place.module, "")
     entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
     rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else layer.rank

@@ -206,7 +206,7 @@ class PlacePart(NamedTuple):
         return [row for rows in self.rows for row in rows]
 
 
-class Filled(NamedTuple):
+class OutputModule(NamedTuple):
     """A place with everything that changes it."""
 
     place: Place
@@ -248,12 +248,14 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
                 yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
 
 
-def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
+def modules_at(targets: Sequence[Target], places: Iterable[Place]) -> list[OutputModule]:
     """Return the places that the targets change, in the order of the adapter; FitError for rows without a place."""
+    # Step 1: the places with rows of each weight.
     by_key: dict[str, list[tuple[Place, RowSlice, int]]] = {}
     for place in places:
         for piece, at in place.view.addresses():
             by_key.setdefault(piece.key, []).append((place, piece, at))
+    # Step 2: the rows of each change in each place.
     runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[PatchRun]]]] = {}
     places_by_key: dict[tuple[str, ...], Place] = {}
     values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
@@ -281,12 +283,14 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
         raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3),
                        or_leave_out("convert to another dialect", lost))  # fmt: skip
     return [
-        Filled(place, tuple(PlaceChange(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
+        OutputModule(
+            place, tuple(PlaceChange(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key)
+        )
         for key, place in places_by_key.items()
     ]
 
 
-def layers_of_weights(targets: Sequence[Target]) -> list[Filled]:
+def layers_of_weights(targets: Sequence[Target]) -> list[OutputModule]:
     """Return the layers of weights as modules, each with rows of one weight."""
     modules = []
     for target in targets:
@@ -298,14 +302,14 @@ def layers_of_weights(targets: Sequence[Target]) -> list[Filled]:
             name, parameter = (layer.name, layer.parameter) if inside else (layer.label, "weight")
             place = Place("", name, parameter, view, "", layer.norm)
             part = PlacePart(target, layer, (range(view.matrix[0]),), slices[0] if layer.turned else None)
-            modules.append(Filled(place, (), None, (part,)))
+            modules.append(OutputModule(place, (), None, (part,)))
     return modules
 
 
 class _PlaceRows(NamedTuple):
     """The rows of one weight in a place."""
 
-    module: Filled
+    module: OutputModule
     slices: tuple[tuple[RowSlice, int], ...]  # with the row of the place that each begins at
 
     @property
@@ -321,7 +325,7 @@ class _PlaceRows(NamedTuple):
         return FusedPart(place.prefix + place.module, place.parameter, runs)
 
 
-def regrouped(targets: Sequence[Target], modules: Sequence[Filled]) -> list[Filled]:
+def regrouped(targets: Sequence[Target], modules: Sequence[OutputModule]) -> list[OutputModule]:
     """Return places with the weights that they have rows of, whose layers are now these places: in the order of the
     weights and of their rows."""
     # Step 1: the rows of each weight in each place. Slices that are stored as they are seen are one layer.
@@ -348,9 +352,9 @@ def regrouped(targets: Sequence[Target], modules: Sequence[Filled]) -> list[Fill
     return sorted(regrouped, key=lambda m: (numbers[m.parts[0].whole.key], m.parts[0].layer.runs))
 
 
-def components(modules: Sequence[Filled]) -> list[list[Filled]]:
+def components(modules: Sequence[OutputModule]) -> list[list[OutputModule]]:
     """Return the modules, those with rows of one weight together."""
-    by_weight: dict[int, list[Filled]] = {}
+    by_weight: dict[int, list[OutputModule]] = {}
     for module in modules:
         groups = {id(g): g for part in module.parts if (g := by_weight.get(id(part.whole))) is not None}
         joined = [*(other for group in groups.values() for other in group), module]

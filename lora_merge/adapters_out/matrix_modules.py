@@ -65,7 +65,7 @@ from .dialects import Dialect
 from .factored_modules import FactoredModules, copy_of, delta_of_parts, nbytes_of, norms_of_parts
 from .factors import Cut, FactoredDelta, stacked
 from .form import Conversion, Form, holds_columns, is_product, vector_ending, written_dtype
-from .groups import Filled, Place, PlaceChange, PlacePart, Target, is_plain
+from .groups import OutputModule, Place, PlaceChange, PlacePart, Target, is_plain
 from .job import WHOLE, AdapterJob
 from .module_tensors import Layer, StoredModule, with_change
 from .output_modules import WrittenModules, bundled, module_groups, stored_modules
@@ -147,7 +147,7 @@ def _alpha_of(patch: Patch, scale: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Moved:
+class ScaledFactor:
     """The slot whose tensor holds the scale, and what it is multiplied by; ‖Δ‖² and ‖Δ − Δ̂‖² of the stored tensors."""
 
     slot: str
@@ -162,7 +162,7 @@ class Moved:
 
 def in_a_factor(
     share: PlaceChange, alpha: float | None, evaluator: Evaluator, dtype: torch.dtype | None
-) -> Moved | None:
+) -> ScaledFactor | None:
     """Return which factor can hold the scale of a share with its strength; None where the change is linear in none.
 
     `alpha`: that of the output. `dtype`: of the output; None: as stored.
@@ -175,12 +175,16 @@ def in_a_factor(
     strength, whole = share.strength, whole_change(share.patch, evaluator)
     squares = strength**2 * squares_of_rows(whole)
     for slot, info in patch.module.slots.items() if read and squares else ():
-        moved = Moved(slot, scale / read, squares, 0.0)
+        moved = ScaledFactor(slot, scale / read, squares, 0.0)
 
-        def exactly(other: StoredTensor, value: Tensor, moved: Moved = moved, info: StoredTensor = info) -> Tensor:
+        def exactly(
+            other: StoredTensor, value: Tensor, moved: ScaledFactor = moved, info: StoredTensor = info
+        ) -> Tensor:
             return value.double() * moved.factor if other is info else value
 
-        def stored(other: StoredTensor, value: Tensor, moved: Moved = moved, info: StoredTensor = info) -> Tensor:
+        def stored(
+            other: StoredTensor, value: Tensor, moved: ScaledFactor = moved, info: StoredTensor = info
+        ) -> Tensor:
             real = value.is_floating_point()
             rounded = value if dtype is None or not real else value.to(dtype)
             return (moved.times(rounded) if other is info else rounded).to(value.dtype)
@@ -254,66 +258,67 @@ class Converter:
         """Drop what was read and computed for the last modules."""
         self.evaluator.forget()
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return about how many bytes the changes of modules take."""
         return sum(map(_nbytes, group))
 
-    def where(self, module: Filled) -> str:
+    def where(self, module: OutputModule) -> str:
         """Return the place of a module for errors."""
         return module.place.name
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+    def modules(self, group: Sequence[OutputModule], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return modules whose bytes are in memory. `ranks`: label → the rank that the rule `size` gave."""
-        modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
+        modules = [self.module(output, ranks.get(output.place.label)) for output in group]
         self.forget()
         return [
             with_change(
-                as_table(stored, self.to, table=is_table(filled.place, filled.shares)),
+                as_table(stored, self.to, table=is_table(output.place, output.shares)),
                 measured=self.job.command.combines,
             )
-            for filled, stored in zip(group, modules, strict=True)
+            for output, stored in zip(group, modules, strict=True)
         ]
 
-    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+    def spectra(self, group: Sequence[OutputModule]) -> list[LayerSpectrum]:
         """Return the singular values of the modules that are matrices, for the rule `size`."""
-        matrices = [filled for filled in group if not filled.place.vector and filled.value is None]
-        values = [spectrum for filled in matrices for spectrum in self.spectrum(filled)]
+        matrices = [output for output in group if not output.place.vector and output.value is None]
+        values = [spectrum for output in matrices for spectrum in self.spectrum(output)]
         self.forget()
         return values
 
-    def spectrum(self, filled: Filled) -> list[LayerSpectrum]:
+    def spectrum(self, output: OutputModule) -> list[LayerSpectrum]:
         """Return the singular values of a module; [] for a Δ of zeros."""
-        itemsize = self._dtype(filled.shares).itemsize
-        return [*spectra([(filled.place.label, self.delta(filled))], itemsize, self.noise)]
+        itemsize = self._dtype(output.shares).itemsize
+        return [*spectra([(output.place.label, self.delta(output))], itemsize, self.noise)]
 
-    def module(self, filled: Filled, rank: int | None) -> StoredModule:
+    def module(self, output: OutputModule, rank: int | None) -> StoredModule:
         """Return one module, at the rank that the rule `size` gave."""
-        form = self.forms[filled.place.label]
+        form = self.forms[output.place.label]
         if form.renamed:
-            return copy_of(filled, self.to, self.reader)
-        module = self.tensors_of(filled, form, rank)
+            return copy_of(output, self.to, self.reader)
+        module = self.tensors_of(output, form, rank)
         if not isfinite(module.layer.squares):
-            raise beyond_fp64(filled.shares[0].patch.module.name if filled.shares else filled.place.name)
-        expect_finite((e for e in module.tensors.values() if ITEM_BYTES[e.dtype] > 1), self.where(filled))
+            raise beyond_fp64(output.shares[0].patch.module.name if output.shares else output.place.name)
+        expect_finite((e for e in module.tensors.values() if ITEM_BYTES[e.dtype] > 1), self.where(output))
         return module
 
-    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> StoredModule:
+    def tensors_of(self, output: OutputModule, form: Form, rank: int | None = None) -> StoredModule:
         """Return the tensors of one module whose numbers or names change, at a rank that is decided already."""
         if form.kind == "value":
-            return self._value(filled)
+            return self._value(output)
         if form.kind == "vector":
-            return self._vector(filled)
+            return self._vector(output)
         if form.kind == "copy":
-            return self._copy(filled)
-        return self._factored(filled, form, rank)
+            return self._copy(output)
+        return self._factored(output, form, rank)
 
-    def _copy(self, filled: Filled) -> StoredModule:
+    def _copy(self, output: OutputModule) -> StoredModule:
         """Return the module with its tensors as they are; FitError if the dialect cannot store its scale."""
-        place, shares = filled.place, filled.shares
+        place, shares = output.place, output.shares
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
+        # Step 1: where its scale goes: into α, or else into a factor.
         product = is_product(share, self.to)
         scales = Scales(self.evaluator, self.to)
         alpha: Mapping[str, Tensor] | None = {} if product and scales.strength_in(share) else scales.alpha(share)
@@ -328,6 +333,7 @@ class Converter:
                            )  # fmt: skip
         if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
+        # Step 2: its tensors.
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if moved:
             tensors[str(endings[moved.slot])] = moved.times(tensors[str(endings[moved.slot])])
@@ -336,6 +342,7 @@ class Converter:
                 stored_magnitude(patch)
             )
         tensors |= alpha
+        # Step 3: the facts of its layer.
         rank, number = row.rank(patch.shapes) if row.rank is not None else 0, None
         if product:
             rank = rank_of({ending: tuple(t.shape) for ending, t in tensors.items()})
@@ -369,18 +376,18 @@ class Converter:
         dtype = written_dtype(self.job, shares)
         return None if dtype is None else TORCH_DTYPES[dtype]
 
-    def _factored(self, filled: Filled, form: Form, rank: int | None) -> StoredModule:
+    def _factored(self, output: OutputModule, form: Form, rank: int | None) -> StoredModule:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
-        place, with_magnitudes = filled.place, filled.shares
+        place, with_magnitudes = output.place, output.shares
         magnitude = None
         if self.job.keeps_forms and any(s.patch.magnitude for s in with_magnitudes):
             magnitude = self._magnitudes(place, with_magnitudes)
             plain = (s._replace(patch=replace(s.patch, magnitude=None)) for s in with_magnitudes)
-            filled = filled._replace(shares=tuple(plain))
-        shares, delta = filled.shares, self.delta(filled)
+            output = output._replace(shares=tuple(plain))
+        shares, delta = output.shares, self.delta(output)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
         storage = Storage(form.algorithm, self._dtype(shares), self.noise, self.at)
-        slots, layer = storage.layer(target, delta, self.cut(filled, delta, form.rule, rank))
+        slots, layer = storage.layer(target, delta, self.cut(output, delta, form.rule, rank))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             return self._new_value(place, shares, delta.rows)
         tensors = {self.to.endings[slot]: value for slot, value in slots.items()}
@@ -408,21 +415,21 @@ class Converter:
         change = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
         return replace(layer, squares=squares_of_rows(delta), lost=squares_between(delta, RowMatrix.of(change)))
 
-    def cut(self, filled: Filled, delta: Delta, rule: Rule, rank: int | None) -> Cut:
+    def cut(self, output: OutputModule, delta: Delta, rule: Rule, rank: int | None) -> Cut:
         """Return the cut of a module of a rule, or of a rank that is decided already, with its α."""
         if not self.to.alpha:
             return Cut(rule, rank)  # α is the rank
         if not isinstance(self.job.alpha, str):
             return Cut(rule, rank, float(self.job.alpha))
-        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in filled.shares}
-        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in filled.shares) else 0.0
+        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in output.shares}
+        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in output.shares) else 0.0
         if self.job.alpha != KEEP or not scale or delta.left is None:
             return Cut(rule, rank)
         return Cut(rule, rank, delta.left.shape[1] * scale)
 
-    def delta(self, filled: Filled) -> Delta:
+    def delta(self, output: OutputModule) -> Delta:
         """Return Δ of a module."""
-        place, shares = filled.place, filled.shares
+        place, shares = output.place, output.shares
         changes = [change_of(s.patch, self.evaluator) for s in shares]
         out, cols = place.view.matrix
         before = largest_rank(changes)
@@ -441,7 +448,7 @@ class Converter:
     def _magnitudes(self, place: Place, shares: Sequence[PlaceChange]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
-        if holds_columns(Filled(place, tuple(shares)), self.to):
+        if holds_columns(OutputModule(place, tuple(shares)), self.to):
             patch = shares[0].patch
             shape = stored_magnitude(patch) if self.to.copies else (-1,)
             return self._stored(patch.module.shared["magnitude"]).reshape(shape)
@@ -462,22 +469,22 @@ class Converter:
             magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:]))
         )
 
-    def _vector(self, filled: Filled) -> StoredModule:
+    def _vector(self, output: OutputModule) -> StoredModule:
         """Return the change of a bias or a norm."""
-        place, ending, change = filled.place, vector_ending(filled.place, self.to), self.rows(filled)
+        place, ending, change = output.place, vector_ending(output.place, self.to), self.rows(output)
         if ending is None and self.to.whole and not place.bare:
-            return self._new_value(place, filled.shares, change)
+            return self._new_value(place, output.shares, change)
         assert ending is not None, "else it has no form"
-        return rounded_change(place, ending, change, self._dtype(filled.shares))
+        return rounded_change(place, ending, change, self._dtype(output.shares))
 
-    def renewed(self, filled: Filled) -> StoredModule:
+    def renewed(self, output: OutputModule) -> StoredModule:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
-        return self._new_value(filled.place, filled.shares, self.rows(filled))
+        return self._new_value(output.place, output.shares, self.rows(output))
 
-    def rows(self, filled: Filled) -> RowMatrix:
+    def rows(self, output: OutputModule) -> RowMatrix:
         """Return Δ of a module by rows."""
-        place = filled.place
-        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in filled.shares]
+        place = output.place
+        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in output.shares]
         return sum_of(place.view.matrix, changes)
 
     def _new_value(self, place: Place, shares: Sequence[PlaceChange], change: RowMatrix) -> StoredModule:
@@ -509,11 +516,11 @@ class Converter:
     def _rows(self, piece: RowSlice) -> Tensor:
         return self.evaluator.values(piece.key).reshape(-1, piece.cols)
 
-    def _value(self, filled: Filled) -> StoredModule:
+    def _value(self, output: OutputModule) -> StoredModule:
         """Return the change of a parameter that the adapter replaces, X − W, or X where the dialect stores values."""
-        place = filled.place
-        assert filled.value is not None, "the caller looked"
-        info, strength = filled.value
+        place = output.place
+        assert output.value is not None, "the caller looked"
+        info, strength = output.value
         value = self.evaluator.cache.fetch(info)
         stored = place.view.shape[::-1] if is_turned(place) else place.view.shape
         if self.to.whole and strength == 1:
@@ -559,7 +566,7 @@ def computed(
     return WrittenModules(changed, whole, zeros, embeddings, notes)
 
 
-def _nbytes(module: Filled) -> int:
+def _nbytes(module: OutputModule) -> int:
     """Return about how many bytes the change of a module takes: factors several times, or matrices."""
     out, cols = module.place.view.matrix
     plain = module.shares and all(is_plain(s.patch) for s in module.shares)
@@ -629,51 +636,51 @@ class Combiner(Converter):
         self.weights.clear()
         self.deltas.clear()
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return about how many bytes the changes of modules take: factors several times, or matrices."""
         return nbytes_of(self.job, group)
 
-    def where(self, module: Filled) -> str:
+    def where(self, module: OutputModule) -> str:
         """Return the place of a module for errors."""
         return f"{self.job.output}: {module.place.label}"
 
-    def module(self, filled: Filled, rank: int | None) -> StoredModule:
+    def module(self, output: OutputModule, rank: int | None) -> StoredModule:
         """Return one module."""
-        return self.factored.module(filled, rank) or super().module(filled, rank)
+        return self.factored.module(output, rank) or super().module(output, rank)
 
-    def spectrum(self, filled: Filled) -> list[LayerSpectrum]:
+    def spectrum(self, output: OutputModule) -> list[LayerSpectrum]:
         """Return the singular values of a module; [] for a Δ of zeros."""
-        known = self.factored.spectrum(filled)
-        return super().spectrum(filled) if known is None else known
+        known = self.factored.spectrum(output)
+        return super().spectrum(output) if known is None else known
 
-    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> StoredModule:
+    def tensors_of(self, output: OutputModule, form: Form, rank: int | None = None) -> StoredModule:
         """Return the tensors of one module, with the facts of its change."""
-        tensors, delta = super().tensors_of(filled, form, rank), self.delta(filled)
+        tensors, delta = super().tensors_of(output, form, rank), self.delta(output)
         facts = replace(tensors.layer, effect=tensors.layer.effect or delta.effect, before=delta.before,
-                        norms=norms_of_parts((part, self.weights[id(part.whole)]) for part in filled.parts),
-                        weight=self.factored.weight_of(filled) if tensors.layer.squares else None)  # fmt: skip
+                        norms=norms_of_parts((part, self.weights[id(part.whole)]) for part in output.parts),
+                        weight=self.factored.weight_of(output) if tensors.layer.squares else None)  # fmt: skip
         return replace(tensors, layer=facts)
 
-    def cut(self, filled: Filled, delta: Delta, rule: Rule, rank: int | None) -> Cut:
+    def cut(self, output: OutputModule, delta: Delta, rule: Rule, rank: int | None) -> Cut:
         """Return the cut of a module of a rule, or of a rank that is decided already, with its α or α / rank."""
-        return self.factored.cut(filled, rule, rank)
+        return self.factored.cut(output, rule, rank)
 
-    def rows(self, filled: Filled) -> RowMatrix:
+    def rows(self, output: OutputModule) -> RowMatrix:
         """Return Δ of a module by rows."""
-        return self.delta(filled).rows
+        return self.delta(output).rows
 
-    def delta(self, filled: Filled) -> Delta:
+    def delta(self, output: OutputModule) -> Delta:
         """Return Δ of a module: the rows of the changes of its weights."""
-        label = filled.place.label
+        label = output.place.label
         if label not in self.deltas:
-            self.deltas[label] = self._joined(filled)
+            self.deltas[label] = self._joined(output)
         return self.deltas[label]
 
-    def _joined(self, filled: Filled) -> Delta:
-        changed = [(part, delta) for part in filled.parts if (delta := self._of_weight(part.whole)) is not None]
+    def _joined(self, output: OutputModule) -> Delta:
+        changed = [(part, delta) for part in output.parts if (delta := self._of_weight(part.whole)) is not None]
         if all(delta.whole is None for _, delta in changed):
-            return Delta.of_factors(delta_of_parts(filled, [(part, delta.factored) for part, delta in changed]))
-        out, cols = filled.place.view.matrix
+            return Delta.of_factors(delta_of_parts(output, [(part, delta.factored) for part, delta in changed]))
+        out, cols = output.place.view.matrix
         parts = [(part, _in_place(part, delta)) for part, delta in changed]
         if len(parts) == 1 and parts[0][0].rows == (range(out),):
             return parts[0][1]

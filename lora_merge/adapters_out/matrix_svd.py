@@ -23,7 +23,7 @@ from ..engine.row_matrix import CACHED, RowMatrix
 from ..engine.tensor_moves import HOST, Placement, host, stage
 from ..engine.tensors import beside
 from .factors import CLEAN, DEFECT, Triples, numeric_rank
-from .rank_rules import Rule, choose, reached
+from .rank_rules import Rule, choose, known_rank
 from .rounding import squares_of_rows
 
 EXCESS: Final = 1e-3
@@ -167,7 +167,7 @@ def searched(
 
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
-    """Return whether all are near enough to the optimum; vectors that are stay as they are."""
+    """Mark the matrices that have converged, whose vectors stay as they are; return whether all have."""
     for item, core, values in zip(items, bases.core, bases.values(), strict=True):
         if item.core is None:
             item.look(core, values, single=bases.stack.dtype != torch.float64)
@@ -331,7 +331,7 @@ def _width(rule: Rule | None) -> int:
 
 def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | None:
     assert rule is not None, "a search has a rule"
-    return reached(rule, values, total)
+    return known_rank(rule, values, total)
 
 
 def exactly(change: RowMatrix, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:

@@ -138,7 +138,7 @@ def _header(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> byt
 METADATA_BYTES: Final = 4096
 """Bytes that the metadata of a file usually takes in its header."""
 
-Tensor = tuple[str, str, Shape]
+HeaderEntry = tuple[str, str, Shape]
 """Name, dtype and shape, as in the header."""
 
 
@@ -151,11 +151,11 @@ def factor_shapes(shape: Shape, rank: int) -> dict[str, Shape]:
 class PlannedLayer:
     """One layer of a plan: its tensors (name, dtype, shape), and its rank, 0 for a whole matrix."""
 
-    tensors: Sequence[Tensor]
+    tensors: Sequence[HeaderEntry]
     rank: int = 0
 
 
-def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
+def _entries(tensors: Sequence[HeaderEntry]) -> dict[str, str]:
     """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
     text = adapter_metadata({name: shape for name, _, shape in tensors})
     return {ADAPTER_METADATA: text} if text else {}
@@ -164,7 +164,7 @@ def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
 def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
     """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
     of which each layer has one direction at least. `inputs`: those whose metadata it keeps where they agree."""
-    tensors, factors, least, others = list[Tensor](), 0, 0, 0
+    tensors, factors, least, others = list[HeaderEntry](), 0, 0, 0
     for layer in layers:
         tensors += layer.tensors
         size = sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if shape)
@@ -180,7 +180,7 @@ def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[In
     return len(layout(tensors, {**same, **_entries(tensors)}, 0)) + METADATA_BYTES + factors + others
 
 
-def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
+def header_room(tensors: Iterable[HeaderEntry], inputs: Sequence[Index]) -> int:
     """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
     entries: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
     tensors = [*tensors]
@@ -198,7 +198,7 @@ SPEC: Final = "1.0.0"
 _STABILITY: Final = "https://github.com/Stability-AI/generative-models"
 
 
-class Trained(NamedTuple):
+class TrainerEntries(NamedTuple):
     """The entries of adapters for one model; "" where its trainers have none."""
 
     module: str = PLAIN_MODULE
@@ -210,22 +210,22 @@ class Trained(NamedTuple):
 
 TRAINED_MODELS: Final = MappingProxyType({
     # architecture file: network module, ss_base_model_version, modelspec.architecture, modelspec.implementation
-    "sd1": Trained(PLAIN_MODULE, "sd_v1", "stable-diffusion-v1", "diffusers", "False"),
-    "sd2": Trained(PLAIN_MODULE, "sd_v2", v2="True"),
-    "sdxl": Trained(PLAIN_MODULE, "sdxl_base_v1-0", "stable-diffusion-xl-v1-base", _STABILITY, "False"),
-    "sd3": Trained("networks.lora_sd3", "", "stable-diffusion-3", _STABILITY),
-    "flux": Trained("networks.lora_flux", "flux1", "flux-1", "https://github.com/black-forest-labs/flux"),
-    "chroma": Trained("networks.lora_flux", "chroma", "chroma", "https://huggingface.co/lodestones/Chroma"),
-    "lumina2": Trained("networks.lora_lumina", "lumina2", "lumina-2", "https://github.com/Alpha-VLLM/Lumina-Image-2.0"),
-    "hunyuan_image": Trained("networks.lora_hunyuan_image", "hunyuan_image_2.1", "hunyuan-image-2.1",
+    "sd1": TrainerEntries(PLAIN_MODULE, "sd_v1", "stable-diffusion-v1", "diffusers", "False"),
+    "sd2": TrainerEntries(PLAIN_MODULE, "sd_v2", v2="True"),
+    "sdxl": TrainerEntries(PLAIN_MODULE, "sdxl_base_v1-0", "stable-diffusion-xl-v1-base", _STABILITY, "False"),
+    "sd3": TrainerEntries("networks.lora_sd3", "", "stable-diffusion-3", _STABILITY),
+    "flux": TrainerEntries("networks.lora_flux", "flux1", "flux-1", "https://github.com/black-forest-labs/flux"),
+    "chroma": TrainerEntries("networks.lora_flux", "chroma", "chroma", "https://huggingface.co/lodestones/Chroma"),
+    "lumina2": TrainerEntries("networks.lora_lumina", "lumina2", "lumina-2", "https://github.com/Alpha-VLLM/Lumina-Image-2.0"),
+    "hunyuan_image": TrainerEntries("networks.lora_hunyuan_image", "hunyuan_image_2.1", "hunyuan-image-2.1",
                              "https://github.com/Tencent-Hunyuan/HunyuanImage-2.1"),
-    "anima": Trained("networks.lora_anima", "anima"),
-    "hunyuan_video": Trained(PLAIN_MODULE, "hunyuan_video"),
-    "wan": Trained("networks.lora_wan", "wan_2.1"),
-    "qwen_image": Trained("networks.lora_qwen_image", "qwen_image"),
-    "zimage": Trained("networks.lora_zimage", "z_image"),
-    "flux2": Trained("networks.lora_flux_2", "flux_2"),
-    "hunyuan_video15": Trained("networks.lora_hv_1_5", "hunyuan_video_1_5"),
+    "anima": TrainerEntries("networks.lora_anima", "anima"),
+    "hunyuan_video": TrainerEntries(PLAIN_MODULE, "hunyuan_video"),
+    "wan": TrainerEntries("networks.lora_wan", "wan_2.1"),
+    "qwen_image": TrainerEntries("networks.lora_qwen_image", "qwen_image"),
+    "zimage": TrainerEntries("networks.lora_zimage", "z_image"),
+    "flux2": TrainerEntries("networks.lora_flux_2", "flux_2"),
+    "hunyuan_video15": TrainerEntries("networks.lora_hv_1_5", "hunyuan_video_1_5"),
 })  # fmt: skip
 """Stem of an architecture's file → its entries."""
 
@@ -242,7 +242,7 @@ NETWORK_ARGUMENTS: Final = "ss_network_args"
 LONGEST_ARGUMENTS: Final = 1 << 20  # letters of an input's arguments
 
 
-class Known:
+class OutputMetadata:
     """The facts from which the metadata of an output follows, known when its tensors are made.
 
     `layers`: label → facts of the report. `model`: the stem of the architecture's file, "" where it is unknown.
@@ -255,7 +255,7 @@ class Known:
         self.job, self.layers, self.tensors = job, layers, tensors
         self.kind = job.command.inputs  # the entries of one adapter stay, those of a checkpoint are no adapter's
         self.inputs = [] if self.kind == "checkpoints" else [*inputs]
-        self.known = TRAINED_MODELS.get(model, Trained())
+        self.known = TRAINED_MODELS.get(model, TrainerEntries())
         self.kernels = {
             t.name.removesuffix(end)
             for t in tensors

@@ -13,10 +13,10 @@ from ..text import Note
 from .groups import Place
 from .job import FACTORS
 from .output_file import Entry
-from .rank_rules import Rule, reached
+from .rank_rules import Rule, known_rank
 from .rounding import Effect
 
-Norms: TypeAlias = Mapping[int, float]
+AdapterNorms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
 
 
@@ -43,7 +43,7 @@ class Spectrum(NamedTuple):
     def rank_for_energy(self) -> dict[str, int | None]:
         """Share of ‖Δ‖² → the least rank that holds it; None where more values are needed than were computed."""
         rules = {f"{share:.0%}": Rule("energy", share) for share in TARGETS}
-        return {name: reached(rule, self.values, self.squares) for name, rule in rules.items()}
+        return {name: known_rank(rule, self.values, self.squares) for name, rule in rules.items()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Layer:
     notes: tuple[Note, ...] = field(default_factory=tuple)
     noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
     effect: Effect | None = None  # the numbers of Δ, where they were looked at
-    norms: Norms = field(default_factory=dict)
+    norms: AdapterNorms = field(default_factory=dict)
     weight: float | None = None  # ‖W‖² of the base's weight, where it was read
     spectrum: Spectrum | None = None  # of a layer that was cut to its rank
 
@@ -77,7 +77,7 @@ class ChangeOfMean(NamedTuple):
     squares: float  # ‖Δ‖² of the average of the changes
     lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
     effect: Effect
-    norms: Norms
+    norms: AdapterNorms
 
 
 def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..sources.inputs import origin
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
-from .metadata import Tensor, has_hashes, header_room
+from .metadata import HeaderEntry, has_hashes, header_room
 
 Proof: TypeAlias = Mapping[str, Any]
 """The results of a proof, for the report."""
@@ -103,12 +103,14 @@ CONTENTS: Final = (CONFIG, WEIGHTS)
 """The files of a PEFT folder."""
 
 
-def expect_room(job: AdapterJob, rows: Iterable[Tensor]) -> None:
+def expect_room(job: AdapterJob, rows: Iterable[HeaderEntry]) -> None:
     """Raise ResourceError unless the disk has room for an output of these tensors: name, dtype and shape."""
     require_space(job.output, sum(bytes_of(dtype, shape) for _, dtype, shape in rows))
 
 
-def drafted(job: AdapterJob, reader: Reader, rows: Iterable[Tensor], inputs: Sequence[Index], *, folder: bool) -> Draft:
+def drafted(
+    job: AdapterJob, reader: Reader, rows: Iterable[HeaderEntry], inputs: Sequence[Index], *, folder: bool
+) -> Draft:
     """Return the place where the tensors of an output are put. `rows`: their names, dtypes and shapes, as far as they
     are known. `inputs`: those whose metadata the output keeps."""
     rows = [*rows]

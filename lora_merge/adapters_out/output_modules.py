@@ -22,12 +22,12 @@ from ..progress import Counting
 from ..text import Note
 from .dialects import DIALECTS, Dialect
 from .form import Conversion
-from .groups import Filled, Place, components
+from .groups import OutputModule, Place, components
 from .job import FILE, GIVE_BASE, AdapterJob
 from .module_tensors import StoredModule, waiting
 from .output_file import Entry, unique
 from .parallel import PerThread, side_by_side
-from .rank_rules import LayerSpectrum, shared_out
+from .rank_rules import LayerSpectrum, ranks_by_size
 
 if TYPE_CHECKING:
     from ..engine.tensor_moves import Placement
@@ -58,15 +58,15 @@ def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
     return [file.index.tensors[key] for key in file.ignored if to.bundles and key.startswith(BUNDLE)]
 
 
-def weight_of(module: Filled) -> int:
+def weight_of(module: OutputModule) -> int:
     """Return the bytes of the weight that a module changes, in fp64."""
     return 8 * prod(module.place.view.shape)
 
 
-def weights_of(job: AdapterJob, modules: Iterable[Filled]) -> int:
+def weights_of(job: AdapterJob, modules: Iterable[OutputModule]) -> int:
     """Return the bytes of the weights that modules change, twice if a rule looks at all of them first: the work of a
     command, in plans and while it runs."""
-    return sum(map(weight_of, modules)) * (1 + job.rules.together)
+    return sum(map(weight_of, modules)) * (1 + job.rules.of_all_layers)
 
 
 class Maker(Protocol):
@@ -77,15 +77,15 @@ class Maker(Protocol):
         """The notes on how modules were made."""
         ...
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return about how many bytes the changes of modules take."""
         ...
 
-    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+    def spectra(self, group: Sequence[OutputModule]) -> list[LayerSpectrum]:
         """Return the singular values of the modules that are matrices, for the rule `size`."""
         ...
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+    def modules(self, group: Sequence[OutputModule], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return what each module becomes, with its bytes in memory; () if nothing changes. `ranks`: label → the rank
         that the rule `size` gave."""
         ...
@@ -95,7 +95,7 @@ class ModuleGroups(NamedTuple):
     """The modules of an output, in groups that are made together."""
 
     job: AdapterJob
-    groups: Sequence[Sequence[Filled]]
+    groups: Sequence[Sequence[OutputModule]]
     nothing: InputError  # the error if no module changes
     at: Placement | None = None  # where most of the work is done; None: on the host
 
@@ -113,7 +113,7 @@ def stored_modules(
     """Return the modules of an output, whose bytes wait or are in the draft; InputError where none changes anything.
     `make`: returns what makes them, for one thread."""
     (job, groups, nothing, at), makers = modules, PerThread(make)
-    here, together = makers.get(), job.rules.together
+    here, of_all_layers = makers.get(), job.rules.of_all_layers
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
     count = begin("make", weights_of(job, chain.from_iterable(groups)))
 
@@ -125,15 +125,15 @@ def stored_modules(
                 count(sum(map(weight_of, group)))
 
     with closing(spectra()) as every:
-        ranks = shared_out(job.rules.linear, every) if together else {}
+        ranks = ranks_by_size(job.rules.linear, every) if of_all_layers else {}
     # Step 2: the tensors of each module.
     changed, zeros = list[StoredModule](), list[Place]()
     with side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound, at) as results:
         for group, stored in zip(groups, results, strict=True):
-            for filled, some in zip(group, stored, strict=True):
+            for output, some in zip(group, stored, strict=True):
                 changed += [waiting(module, put) for module in some]
-                zeros += [] if some else [filled.place]
-                count(weight_of(filled))
+                zeros += [] if some else [output.place]
+                count(weight_of(output))
     if not changed:
         raise nothing
     return WrittenModules(changed, changed, zeros, [], here.notes)

@@ -22,12 +22,12 @@ R = TypeVar("R")
 RESULTS_AHEAD = 2
 """The most results of each thread that may wait for an earlier one."""
 
-ERRAND: Final = 2**16
-"""Bytes of smaller tasks that a thread gets at once: to get a tiny one takes as long as to do it."""
+BATCH_BYTES: Final = 2**16
+"""Small tasks are handed over in batches of this size, as one hand-over takes as long as a tiny task."""
 
 
 class PerThread(Generic[T]):
-    """One object for each thread that asks, made when it asks first."""
+    """A value of each thread, created when the thread first uses it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make, self._here = make, local()
@@ -63,10 +63,10 @@ def _results(
 ) -> Generator[R, None, None]:  # fmt: skip
     """Yield the result of each task, which `count` threads work at."""
     waiting: deque[tuple[Future[list[R]], int]] = deque()
-    left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * RESULTS_AHEAD))))
+    left = deque(_batches(tasks, nbytes, min(BATCH_BYTES, bound // (2 * count * RESULTS_AHEAD))))
 
-    def all_of(errand: Sequence[T]) -> list[R]:
-        return [work(task) for task in errand]
+    def all_of(batch: Sequence[T]) -> list[R]:
+        return [work(task) for task in batch]
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="layers", initializer=on_one_core)
     with one_core():
@@ -74,15 +74,15 @@ def _results(
             while left or waiting:
                 taken = sum(size for future, size in waiting if not future.done())
                 while left and len(waiting) < count * RESULTS_AHEAD and (not taken or taken + left[0][1] <= bound):
-                    errand, size = left.popleft()
-                    waiting.append((pool.submit(all_of, errand), size))
+                    batch, size = left.popleft()
+                    waiting.append((pool.submit(all_of, batch), size))
                     taken += size
                 yield from waiting.popleft()[0].result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _errands(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[tuple[list[T], int]]:
+def _batches(tasks: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[tuple[list[T], int]]:
     """Yield the tasks in order, some of them together while they take no more bytes than `most`, and their bytes."""
     some: list[T] = []
     total = 0
@@ -108,8 +108,7 @@ def threads(at: Placement | None) -> int:
 
 
 def on_one_core() -> None:
-    """Let operations that this thread starts run on this thread alone: numpy's do already. A thread that began before
-    torch was loaded asks again."""
+    """Limit torch to one core in this thread, as numpy is already. Call it again after torch was imported."""
     if "torch" in sys.modules:
         from ..engine.devices import one_core as torch_on_one_core
 

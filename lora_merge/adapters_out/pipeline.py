@@ -43,9 +43,9 @@ from .adapter_dialect import heads, in_memory, input_places
 from .dialects import Dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
-from .groups import Filled, Place, components, filled, places, regrouped
+from .groups import OutputModule, Place, components, modules_at, places, regrouped
 from .job import FACTORS, AdapterJob, algorithm_in, one_rank
-from .metadata import Known, planned_size
+from .metadata import OutputMetadata, planned_size
 from .module_tensors import Layer, StoredModule, curve, numbers_of
 from .output_file import CONTENTS, Content, Entry, Proof, drafted, expect_room, put, recipe, text_of, unread, write
 from .output_modules import Maker, bundled, entries_of, module_groups, named, prefix_name, stored_modules, weights_of
@@ -104,7 +104,7 @@ class Outcome:
         numbers = numbers_by_block(self.layer_facts, self._groups)
         numbers |= {"curve": points} if (points := curve(self.layers.values())) else {}
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
-        known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
+        known = OutputMetadata(self.job, self.inputs, self.layer_facts, tensors, self.model)
         entries = known.entries(
             lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
@@ -272,12 +272,12 @@ def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
     # Step 2: the modules that the dialect can name, with the rows that each changes.
     all_modules = [*(input_places(sources, to) if keeps_dialect else places(sources.inputs.names, to))]
     all_modules += heads(sources) if to.whole and not keeps_dialect else ()
-    modules = filled(sources.targets, all_modules)
+    modules = modules_at(sources.targets, all_modules)
     if to.from_top and not keeps_dialect:
         if (level := _level(modules, sources.inputs.names)) is not None:
             to = replace(to, level=level)
             all_modules = [*places(sources.inputs.names, to), *(heads(sources) if to.whole else ())]
-            modules = filled(sources.targets, all_modules)
+            modules = modules_at(sources.targets, all_modules)
         modules, all_modules = in_memory(modules, all_modules)
     if job.command.combines:
         modules = [module for group in components(regrouped(sources.targets, modules)) for module in group]
@@ -293,7 +293,7 @@ def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
     return Conversion(job, to, sources, modules, all_modules, forms)
 
 
-def _layers(names: Names | None, modules: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
+def _layers(names: Names | None, modules: Sequence[OutputModule]) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
     for place, shares, *_ in modules:
         if names is not None:
@@ -303,7 +303,7 @@ def _layers(names: Names | None, modules: Sequence[Filled]) -> Iterator[tuple[st
             yield place.label, network_of(named[0]), named
 
 
-def _level(modules: Sequence[Filled], names: Names) -> str | None:
+def _level(modules: Sequence[OutputModule], names: Names) -> str | None:
     """Return the level above the layers that an adapter of PEFT names itself; None for another adapter."""
     bodies = {k: body for part in names.parts for body, k in part.keys.items() if k.startswith(part.prefix)}
     levels = set()
@@ -402,7 +402,7 @@ def plan_modules(conversion: Conversion) -> AdapterReport:
     return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, weights_of(job, modules)), layers, size)
 
 
-def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[Form]) -> list[Note]:
+def _memory_note(job: AdapterJob, modules: Sequence[OutputModule], forms: Sequence[Form]) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
     layers = ((m.place.label, m.place.view.matrix, form) for m, form in zip(modules, forms, strict=True))
     return memory_note(layers, job.inputs.max_memory)

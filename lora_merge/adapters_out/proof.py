@@ -72,7 +72,7 @@ class Squares(NamedTuple):
         return sqrt(self.off) / (sqrt(self.size) or 1.0)
 
 
-class Stated(NamedTuple):
+class StatedLoss(NamedTuple):
     """The loss that a run reports of a layer."""
 
     residual: float  # ‖Δ − Δ̂‖ / ‖Δ‖
@@ -94,7 +94,7 @@ class Comparison:
     name: str
     numbers: int  # that are formed; 0 for a comparison of bytes, which is always made
     nbytes: int  # that it takes at most
-    stated: Stated
+    stated: StatedLoss
     squares: Callable[[], Squares | None]
     """Called in any thread. Returns None if a formula has no second one."""
 
@@ -171,7 +171,7 @@ def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:
         compare(job.inputs, sources.indexes[0], sources.matches, targets, partial(stored_number, reader))
 
 
-Changes: TypeAlias = Callable[[slice], Array]
+ChangeRows: TypeAlias = Callable[[slice], Array]
 """Function of a range of rows that returns Δ there."""
 
 
@@ -213,7 +213,7 @@ def rows_at_once(target: Target, matrix: tuple[int, int]) -> int:
     return max(1, CHANGE_NUMBERS // max(cols, 1)) if alone else max(rows, 1)
 
 
-def squares_of(expected: Changes, stored: Changes | None, rows: int, step: int) -> Squares:
+def squares_of(expected: ChangeRows, stored: ChangeRows | None, rows: int, step: int) -> Squares:
     """Return ‖Δ‖² and ‖Δ − Δ̂‖², `step` rows at a time."""
     size = off = 0.0
     for first in range(0, rows, step):
@@ -246,7 +246,7 @@ def untouched(
 
     comparisons = []
     for target in targets:
-        stated = Stated(0.0, lost.get(target.key, 0.0), at_most=True)
+        stated = StatedLoss(0.0, lost.get(target.key, 0.0), at_most=True)
         numbers = prod(target.shape)
         comparisons.append(Comparison(target.key, numbers, 8 * 4 * numbers, stated, partial(squares, target)))
     return comparisons
@@ -296,7 +296,7 @@ class Expectation:
         """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
         return 8 * (4 if self.combination is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
 
-    def squares(self, whole: Target, part: Target, again: Recomputation, stored: Changes | None) -> Squares | None:
+    def squares(self, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None) -> Squares | None:
         """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
         if self.combination is None:
             return _of_sum(self.job, whole, part, again, stored)
@@ -327,7 +327,7 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
 
         comparisons = [
             Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), expected.nbytes(whole),
-                       Stated(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
+                       StatedLoss(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
             for whole, part in written
         ]  # fmt: skip
         return prove(comparisons, job, path, begin, layers=len(claims.layers))
@@ -344,7 +344,7 @@ def _order(part: Target) -> Array:
 
 
 def _of_method(
-    how: Combination, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+    how: Combination, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
     if not known(whole):
@@ -362,7 +362,7 @@ def _of_method(
 
 
 def _of_sum(
-    job: AdapterJob, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+    job: AdapterJob, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes are added; None where a formula has no second one."""
     if not known(part):
@@ -379,7 +379,7 @@ def _of_sum(
     return squares_of(expected, stored, rows, rows_at_once(part, (rows, cols)))
 
 
-def _change_of(module: Any, reader: Reader, part: Target) -> Changes | None:
+def _change_of(module: Any, reader: Reader, part: Target) -> ChangeRows | None:
     """Return the Δ that the file's tensors mean; None for a module that it lacks."""
     if module is None:
         return None
@@ -451,7 +451,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
         sides = BothSides(reader, file, {t.key: t for t in again.targets}, before, after)
         expected, comparisons = Expectation(job, sources), list[Comparison]()
         for target in sources.targets:
-            stated = Stated(worst, lost.get(target.key, 0.0), at_most=True)
+            stated = StatedLoss(worst, lost.get(target.key, 0.0), at_most=True)
             if not job.command.combines:
                 numbers, nbytes = _cost(target, sides.outputs.get(target.key))
                 squares = partial(_converted, target, stated, sides)
@@ -476,7 +476,7 @@ class BothSides(NamedTuple):
     after: PerThread[Recomputation]
 
 
-def _converted(target: Target, stated: Stated, both: BothSides) -> Squares | None:
+def _converted(target: Target, stated: StatedLoss, both: BothSides) -> Squares | None:
     """Return the comparison of a weight's change by one input with that by the output."""
     output = both.outputs.get(target.key)
     pairs = same_factors(target, output)

@@ -143,7 +143,7 @@ def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None,
     return max(k, 1 if spectrum else 0)
 
 
-def reached(rule: Rule, values: Sequence[float], total: float) -> int | None:
+def known_rank(rule: Rule, values: Sequence[float], total: float) -> int | None:
     """Return the rank of a layer where its largest singular values give it; None where more of them are needed.
 
     Parameters:
@@ -179,16 +179,16 @@ class LayerSpectrum(NamedTuple):
     width: int
 
 
-def shared_out(rule: Rule, layers: Iterable[LayerSpectrum]) -> dict[str, int]:
+def ranks_by_size(rule: Rule, layers: Iterable[LayerSpectrum]) -> dict[str, int]:
     """Return the rank of each layer by the rule `size`, which looks at all of them."""
     everything = replace(rule, name="energy", value=1.0)
     spectra, widths = dict[str, Sequence[float]](), dict[str, int]()
     for layer, values, width in layers:
         spectra[layer], widths[layer] = values[: choose(everything, values)], width
-    return share_out(spectra, widths, int(rule.value), rule.most)
+    return ranks_within(spectra, widths, int(rule.value), rule.most)
 
 
-def share_out(
+def ranks_within(
     spectra: Mapping[str, Sequence[float]], widths: Mapping[str, int], budget: int, most: int | None = None
 ) -> dict[str, int]:
     """Return the rank of each layer, for the rule `size`: again and again the direction with the largest σ² per byte.
@@ -276,7 +276,7 @@ class RankRules:
         return any(rule.name == name for rule in self.stated)
 
     @property
-    def together(self) -> bool:
+    def of_all_layers(self) -> bool:
         """Whether a rule looks at all layers at once."""
         return self.linear.name == SIZE
 

@@ -16,7 +16,7 @@ from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, t
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
 from .rank_rules import EXACT
-from .rounding import together
+from .rounding import effect_of_layers
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,13 +263,13 @@ def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], groups: Groups) ->
     for name, layer in layers.items():
         for kind, group in groups.of(name):
             kinds[kind].setdefault(group, []).append(layer)
-    return {"all": _together([*layers.values()]), **{
-        kind: {name: _together(rows[name]) for name in sorted(rows, key=groups.place)}
+    return {"all": _totals([*layers.values()]), **{
+        kind: {name: _totals(rows[name]) for name in sorted(rows, key=groups.place)}
         for kind, rows in kinds.items()
     }}  # fmt: skip
 
 
-def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _totals(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     squares = fsum(layer["norm"] * layer["norm"] for layer in layers)
     lost = fsum(lost * lost for lost in (layer["norm"] * layer["residual"] for layer in layers))
     share = lost / squares if squares else 0.0
@@ -282,7 +282,7 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if layers and all("adapters" in layer for layer in layers):
         columns = zip(*(layer["adapters"] for layer in layers), strict=True)
         facts["adapters"] = [_added([s["change"] for s in column if s]) for column in columns]
-    return {**facts, **together(layers)}
+    return {**facts, **effect_of_layers(layers)}
 
 
 def _added(norms: Sequence[float]) -> dict[str, float] | None:

@@ -105,7 +105,7 @@ def totals_of_rows(change: RowMatrix) -> Totals:
     return sum((totals_of(block) for _, block in change.blocks(owned=False)), ZERO_TOTALS)
 
 
-def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def effect_of_layers(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the effect of several layers, as reports have it of one; {} where it is not known of all."""
     every = [*layers]
     if not every or any("largest" not in effect for effect in every):

@@ -44,7 +44,7 @@ class PlannedJob:
     effort: int = 0  # bytes that a merge writes in the time that this job takes
     needs_disk: int = 0  # those of them that take space: the others are blocks of the base
     replaces: int = 0  # bytes of what is there now and will be replaced
-    together: Any = None  # equal for jobs that can share one read of their base
+    read_key: Any = None  # equal for jobs that can share one read of their base
     strengths: tuple[Mapping[str, Mapping[float, int]], ...] = ()  # of each adapter: part → strength → modules
     memory: int | None = None  # bytes of weights in flight at most; None where it cannot run
     done: bool = False
@@ -233,7 +233,8 @@ def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) 
 
 @dataclass(frozen=True)
 class _Outline:
-    """The facts that jobs share which differ in strength and output alone; a plan would keep its base alive."""
+    """Plan facts shared by jobs that differ only in strengths and output. No plan, which would keep the base's index in
+    memory."""
 
     size: int
     unshared: int  # bytes of its own where it can share blocks with its base
@@ -292,18 +293,18 @@ class _Surveyor:
             )
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
-        shared = tuple(getattr(job, o.name) for o in OPTIONS.values() if o.together)
-        together = (level, job.base, shared, outline.layout)
+        shared = tuple(getattr(job, o.name) for o in OPTIONS.values() if o.same_in_read)
+        read_key = (level, job.base, shared, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         return replace(
             blank, size=outline.size, effort=int(outline.size * entry.command.effort), needs_disk=needed,
-            replaces=min(_size(job.output), needed), together=together,
+            replaces=min(_size(job.output), needed), read_key=read_key,
             strengths=tuple(map(_applied, job.adapters, outline.strengths)), memory=outline.memory, done=done,
         )  # fmt: skip
 
     def _adapter(self, entry: BatchJob, level: int) -> PlannedJob:
         """Plan a job that writes an adapter; it is made by itself."""
-        blank = PlannedJob(entry, level, together=("by itself", entry.number))
+        blank = PlannedJob(entry, level, read_key=("by itself", entry.number))
         command, job = entry.command, entry.checked
         try:
             for path in entry.inputs:

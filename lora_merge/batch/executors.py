@@ -23,7 +23,7 @@ from .jobs_file import BatchJob
 from .report import JobReport, failed
 from .shared_reads import JobGroup, carry_out
 
-LIVES: Final = 2  # how many workers a job may take down with it before it is given up
+MOST_DEATHS: Final = 2  # how many workers a job may take down with it before it is given up
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Workers:
 
 THIS_PROCESS: Final = Workers()
 
-Run: TypeAlias = Callable[[Sequence[JobGroup], Workers, Progress], Iterator[JobReport]]
+RunGroups: TypeAlias = Callable[[Sequence[JobGroup], Workers, Progress], Iterator[JobReport]]
 
 
 @dataclass(frozen=True)
 class Executor:
     """A way to run groups of jobs."""
 
-    run: Run
+    run: RunGroups
     shared: bool  # whether all workers share one machine, and thus the bounds on its memory
     check: Callable[[], None] = lambda: None  # raises UsageError where what it needs is not installed
 
@@ -155,7 +155,7 @@ class _Local:
         """Return every job's report as it ends."""
         try:
             for number in range(self.count):
-                self._hire(number)
+                self._start_worker(number)
             while self.workers:
                 number, message = self.inbox.get()
                 if isinstance(message, Step):
@@ -168,11 +168,11 @@ class _Local:
                 elif message is None:
                     self._next(self.workers[number])
                 else:
-                    yield from self._bury(self.workers.pop(number))
+                    yield from self._replace(self.workers.pop(number))
         finally:
-            self._dismiss()
+            self._stop_workers()
 
-    def _hire(self, number: int) -> None:
+    def _start_worker(self, number: int) -> None:
         process = _start()
         listener = threading.Thread(target=self._listen, args=(number, process.stdout), daemon=True)
         worker = self.workers[number] = _Worker(number, process, listener)
@@ -200,24 +200,24 @@ class _Local:
                 return
             self.inbox.put((number, message))
 
-    def _bury(self, worker: _Worker) -> Iterator[JobReport]:
+    def _replace(self, worker: _Worker) -> Iterator[JobReport]:
         """Give the jobs of a worker that has ended to another one; report the ones that have failed for good."""
         code = worker.close()
         if worker.group is not None and worker.left:
             again = []
             for entry in worker.left.values():
                 self.deaths[entry.number] = self.deaths.get(entry.number, 0) + 1
-                if self.deaths[entry.number] < LIVES:
+                if self.deaths[entry.number] < MOST_DEATHS:
                     again.append(entry)
                 else:
-                    yield failed(entry, self.failures.get(entry.number) or _death(entry, code), tries=LIVES)
+                    yield failed(entry, self.failures.get(entry.number) or _death(entry, code), tries=MOST_DEATHS)
             if again:
                 # One by one, so that a job that takes its worker down takes no other with it.
                 self.queue.extend(replace(worker.group, entries=(e,)) for e in again)
         if self.queue:
-            self._hire(worker.number)
+            self._start_worker(worker.number)
 
-    def _dismiss(self) -> None:
+    def _stop_workers(self) -> None:
         """End the workers that still run; each removes its unfinished outputs first."""
         for worker in self.workers.values():
             worker.process.terminate()

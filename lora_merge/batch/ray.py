@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..disk.uploads import sink_of
 from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
 from ..planning.checkpoint_cache import CheckpointCache
-from ..progress import Gathered, Guard, Progress, Step, observed
+from ..progress import Guard, Progress, Step, StepBuffer, observed
 from ..sources.outputs import on_this_machine
 from .jobs_file import BatchJob
 from .report import JobReport, failed
@@ -201,7 +201,7 @@ def _task(group: JobGroup, inbox: Any) -> list[JobReport]:
     reports: list[JobReport] = []
     guard = Guard()  # what the inbox does not get comes with the task
     with observed(inbox.put.remote, guard) as observer:
-        steps = Gathered(observer)
+        steps = StepBuffer(observer)
         for report in _here(group, steps):
             steps.flush()
             guard(inbox.put.remote, report)

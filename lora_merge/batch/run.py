@@ -135,7 +135,7 @@ class Batch:
         do."""
         groups: dict[Any, list[BatchJob]] = {}
         for s in planned:
-            groups.setdefault(s.together, []).append(s.entry)
+            groups.setdefault(s.read_key, []).append(s.entry)
         parts, share = [], _share(len(planned), self.workers, self.executor)
         for group in groups.values():
             step = min(JOBS_TOGETHER, ceil(len(group) / (self.workers.count or 1)))
@@ -299,12 +299,12 @@ def run_batch(  # noqa: PLR0913  # the options of the command
                 ended.append(report)
                 if progress is True:
                     watcher(ENDED)
-                _tell(report, on_report)
+                _report_to_caller(report, on_report)
     return ended
 
 
-def _tell(report: JobReport, on_report: Callable[[JobReport], object] | None) -> None:
-    """Tell the caller that a job has ended."""
+def _report_to_caller(report: JobReport, on_report: Callable[[JobReport], object] | None) -> None:
+    """Pass the report of a job that has ended to the caller."""
     try:
         deliver_pending()  # an interrupt that came while the output got its name
     finally:

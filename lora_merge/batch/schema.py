@@ -29,7 +29,7 @@ from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import UsageError
 from ..job import LEAST_LIMIT, MOST_ADAPTERS, memory_limit
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, JOB_OPTIONS, OPTIONS, Kind, Option, number, spelled
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, JOB_OPTIONS, OPTIONS, Option, OptionKind, number, spelled
 from ..recipes.commands import ADAPTERS, BASE, COMMANDS
 from ..text import beginning, is_finite
 from .short_form import JOB, WHOLE_FILE_FIELDS
@@ -65,7 +65,7 @@ _STRENGTH: Final = {"anyOf": [
     {"type": "number"},
     {"type": "string", "pattern": r"\{|^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"},
 ]}  # fmt: skip
-Strength: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema(_STRENGTH)]
+StrengthField: TypeAlias = Annotated[float | str, BeforeValidator(_strength), WithJsonSchema(_STRENGTH)]
 
 
 def _parts(value: Any) -> Any:
@@ -134,7 +134,7 @@ def _number(value: Any) -> Any:
     return float(value)
 
 
-Number: TypeAlias = Annotated[
+NumberField: TypeAlias = Annotated[
     Any, BeforeValidator(_number), WithJsonSchema({"type": ["number", "string"], "pattern": r"\{"})
 ]
 """A number, or a template that becomes one."""
@@ -146,7 +146,7 @@ def _rule(value: Any) -> Any:
     return value
 
 
-Rule: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
+RuleField: TypeAlias = Annotated[Any, BeforeValidator(_rule), WithJsonSchema({"type": ["number", "string"]})]
 Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
     "type": ["string", "integer"], "minimum": LEAST_LIMIT,
     "pattern": r"^\s*(\d+(\.\d+)?\s*[KkMmGg][Ii]?[Bb]?|[1-9]\d{5,}|\d+\s*[Bb])\s*$",
@@ -160,7 +160,7 @@ class AdapterEntry(_Strict):
     """One adapter: path, strength, and factors by part of the model."""
 
     path: str = Field(min_length=1, max_length=LONGEST_PATH, description="File or PEFT folder, relative to this file.")
-    strength: Strength | None = Field(default=None, description="Default 1.")
+    strength: StrengthField | None = Field(default=None, description="Default 1.")
     strength_for: PartStrengths = Field(default={}, description="Part (unet, te, vae …, re:REGEX) → factor.")
 
 
@@ -189,10 +189,10 @@ AdapterField: TypeAlias = Annotated[
 ]
 
 
-_TYPES: Final[Mapping[Kind, Any]] = {
+_TYPES: Final[Mapping[OptionKind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
-    "text": str, "whole": int, "number": Number, "entries": dict[str, str],
-    "rule": Rule, "rules": dict[str, Rule], "texts": list[str], "list": list[float], "name": str, "folder": str,
+    "text": str, "whole": int, "number": NumberField, "entries": dict[str, str], "rule": RuleField,
+    "rules": dict[str, RuleField], "texts": list[str], "list": list[float], "name": str, "folder": str,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Final
 
-from ..adapter_arguments import meant, neither
+from ..adapter_arguments import adapter_argument, stray_word
 from ..addresses import is_spelled_out, output_address, split
 from ..options import Option, number, spelled
 from ..paths import ENDINGS, forbidden, split_strength
@@ -109,12 +109,12 @@ def split_adapter(written: str) -> tuple[str, float | None]:
     if address is not None and "=" not in address[1] and (address[1] or is_spelled_out(written)):
         return written.removesuffix(address[1]), number(address[1][1:]) if address[1] else None
     path, strength = split_strength(written)
-    argument = meant(written) if strength is None else None
+    argument = adapter_argument(written) if strength is None else None
     if argument is None:
         return path, strength
     if not argument.parts:
         raise NoSuchName(f"{written!r} is no way to write a strength; write {argument.path}:{argument.strength}")
-    if word := neither(written):
+    if word := stray_word(written):
         raise NoSuchName(f"{word!r} is neither a strength nor a part of a model; write {argument.path}:0.8")
     parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in argument.parts)
     raise NoSuchName(f"parts of an adapter belong below strength_for; write {{path: {argument.path}, "

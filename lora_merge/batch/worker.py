@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..process import collect_rarely, deliver_pending, on_stop, signals_first
-from ..progress import Gathered, observed
+from ..progress import StepBuffer, observed
 
 if TYPE_CHECKING:
     from .jobs_file import BatchJob
@@ -64,7 +64,7 @@ def _work() -> None:
         keep_freed_memory(min(e.job.max_memory for e in task.group.entries) // task.group.workers)
         failed = False
         with observed(partial(_send, reports)) as observer:
-            steps = Gathered(observer)
+            steps = StepBuffer(observer)
             for report in carry_out(spread(task), opened, steps):
                 steps.flush()
                 _send(reports, report)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..adapter_arguments import neither, of_tags, right_form, strange, with_parts
+from ..adapter_arguments import of_tags, other_spelling, right_form, stray_word, with_parts
 from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
@@ -117,7 +117,7 @@ def check_two(text: str) -> None:
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
-    if reading := strange(text):
+    if reading := other_spelling(text):
         path, value = reading
         raise _other_syntax("a strength", text + parts, f"{path}:{value}{parts}")
 
@@ -128,7 +128,7 @@ def check_parts(text: str) -> None:
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
         raise _other_syntax("a list of adapters", text, *several)
     right = with_parts(text)
-    if word := neither(text):
+    if word := stray_word(text):
         path = typed([with_found_ending(text.removesuffix(f":{word}"))])
         raise UsageError(f"{word!r} is neither a strength nor a part of a model", text[:200],
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip

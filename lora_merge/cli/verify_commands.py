@@ -130,14 +130,14 @@ def replay(
 
     Finds the inputs by their hashes.
     """
-    from ..recipes.commands import again, command_of
+    from ..recipes.commands import command_of, replay_of
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
     report_options = ReportOptions(as_json=as_json, quiet=quiet, done="made again", tensors=json_tensors)
     with watching(quiet=quiet) as display:
         load_torch(command_of(expand(path)))
         reported = {"progress": display or unwatched, "announce": announcing(display, quiet=quiet)}
-        repeated = again(expand(path), output, folders, **reported, **options)
+        repeated = replay_of(expand(path), output, folders, **reported, **options)
         if repeated.plan is not None:
             with paused(display):
                 show_plan(repeated.plan, report_options)

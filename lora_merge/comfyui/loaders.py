@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 Stacked: TypeAlias = tuple[str, float, float]
 """A LoRA as stacks have it: its name, its strength for the denoiser and for the text encoders."""
 
-Inputs: TypeAlias = Mapping[str, Any]
+NodeInputs: TypeAlias = Mapping[str, Any]
 """Input of a node → its value, or [node, output] that it is connected to."""
 
 MODEL: Final = "model"
@@ -30,7 +30,7 @@ class Workflow(Protocol):
         """Return whether an output of a node is a model; None if it may be anything."""
 
 
-class Way(NamedTuple):
+class LoaderChain(NamedTuple):
     """The way through a workflow to a model."""
 
     loras: list[Stacked]
@@ -41,7 +41,7 @@ class Way(NamedTuple):
     """Why what comes before is not read; "" if nothing comes before."""
 
 
-def loaded(workflow: Workflow, link: list[Any]) -> Way:
+def loaded(workflow: Workflow, link: list[Any]) -> LoaderChain:
     """Return the way to an output of type MODEL, by its node and its number.
 
     ValueError if no LoRA is on it, or if one of their values comes from another node, which does not run here.
@@ -69,10 +69,10 @@ def loaded(workflow: Workflow, link: list[Any]) -> Way:
             f"no LoRA is loaded on the way to this model ({', '.join(others)}{why}); connect the output of Load LoRA "
             "or of Power Lora Loader (rgthree)"
         )
-    return Way(loras, others, end)
+    return LoaderChain(loras, others, end)
 
 
-def _before(workflow: Workflow, name: str, inputs: Inputs) -> tuple[list[Any], str]:
+def _before(workflow: Workflow, name: str, inputs: NodeInputs) -> tuple[list[Any], str]:
     """Return the link of the model that a node passes through, [] if it takes none; and why it cannot be known."""
     links = {key: value for key, value in inputs.items() if isinstance(value, list)}  # a text is a file's name
     if MODEL in inputs:
@@ -97,11 +97,11 @@ def _typed(loader: str, entries: Iterator[tuple[Any, Any, Any]]) -> Iterator[Sta
             yield str(name), float(denoiser), float(encoders)
 
 
-def _load_lora(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:
+def _load_lora(inputs: NodeInputs) -> Iterator[tuple[Any, Any, Any]]:
     yield inputs["lora_name"], inputs["strength_model"], inputs.get("strength_clip", 0.0)
 
 
-def _power_lora_loader(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:
+def _power_lora_loader(inputs: NodeInputs) -> Iterator[tuple[Any, Any, Any]]:
     for name, row in inputs.items():
         if name.lower().startswith("lora_") and isinstance(row, Mapping) and row.get("on"):
             strength, second = row["strength"], row.get("strengthTwo")
@@ -109,13 +109,13 @@ def _power_lora_loader(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:
             yield row["lora"], strength, encoders if "clip" in inputs else 0.0  # without text encoders it loads none
 
 
-def _lora_loader_stack(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:
+def _lora_loader_stack(inputs: NodeInputs) -> Iterator[tuple[Any, Any, Any]]:
     for place in ("01", "02", "03", "04"):
         strength = inputs.get(f"strength_{place}", 0.0)
         yield inputs.get(f"lora_{place}"), strength, strength
 
 
-LOADERS: Final[Mapping[str, Callable[[Inputs], Iterator[tuple[Any, Any, Any]]]]] = MappingProxyType(
+LOADERS: Final[Mapping[str, Callable[[NodeInputs], Iterator[tuple[Any, Any, Any]]]]] = MappingProxyType(
     {
         "LoraLoader": _load_lora,
         "LoraLoaderModelOnly": _load_lora,
@@ -126,16 +126,16 @@ LOADERS: Final[Mapping[str, Callable[[Inputs], Iterator[tuple[Any, Any, Any]]]]]
 """Class of a loader node → the LoRAs of its inputs."""
 
 
-def _by_truth(inputs: Inputs) -> str:
+def _by_truth(inputs: NodeInputs) -> str:
     switch = inputs.get("switch")
     return f"on_{str(switch).lower()}" if isinstance(switch, bool) else ""
 
 
-def _first(inputs: Inputs) -> str:
+def _first(inputs: NodeInputs) -> str:
     return min((name for name, value in inputs.items() if isinstance(value, list)), default="")
 
 
-SWITCHES: Final[Mapping[str, Callable[[Inputs], str]]] = MappingProxyType(
+SWITCHES: Final[Mapping[str, Callable[[NodeInputs], str]]] = MappingProxyType(
     {"ComfySwitchNode": _by_truth, "ComfySoftSwitchNode": _by_truth, "Any Switch (rgthree)": _first}
 )
 """Class of a node that passes one of several inputs through → which one; "" if that is known only when it runs."""

@@ -28,7 +28,7 @@ from .host import CHECKPOINTS, LORAS, io
 from .loaders import MODEL, loaded
 from .picture import picture
 
-Values: TypeAlias = Mapping[str, Any]
+NodeValues: TypeAlias = Mapping[str, Any]
 """Input → value, as ComfyUI passes them to a node."""
 
 
@@ -69,10 +69,10 @@ class Node:
     title: str
     about: str
     inputs: Callable[[], Sequence[Any]]
-    run: Callable[[Values], Result]
-    files: Callable[[Values], Sequence[Path]]
+    run: Callable[[NodeValues], Result]
+    files: Callable[[NodeValues], Sequence[Path]]
     """The files that it reads."""
-    output: Callable[[Values], Path] | None = None
+    output: Callable[[NodeValues], Path] | None = None
     """The file that it writes."""
     gives_adapters: bool = False
     reads_workflow: bool = False
@@ -124,23 +124,23 @@ def _rank(default: str) -> Any:
 # Values of inputs.
 
 
-def _checkpoint(name: str) -> Callable[[Values], Path]:
+def _checkpoint(name: str) -> Callable[[NodeValues], Path]:
     return lambda values: host.path(values[name], CHECKPOINTS)
 
 
 _base, _tuned, _merged = _checkpoint("base"), _checkpoint("tuned"), _checkpoint("merged")
 
 
-def _lora(values: Values) -> Path:
+def _lora(values: NodeValues) -> Path:
     return host.path(values["adapter"], LORAS)
 
 
-def _known_base(values: Values) -> list[Path]:
+def _known_base(values: NodeValues) -> list[Path]:
     """Return the base, if one is chosen."""
     return [] if values["base"] == NONE else [_base(values)]
 
 
-def _connected(values: Values, base: Path | None) -> list[dict[str, Any]]:
+def _connected(values: NodeValues, base: Path | None) -> list[dict[str, Any]]:
     """Return the adapters of all inputs, in order. `base`: the checkpoint that they change, if it is known."""
     former = FormerPlans()
     connected = (adapter for adapters in values.get("adapters", {}).values() for adapter in adapters or ())
@@ -160,12 +160,12 @@ def _of_stack(adapter: Mapping[str, Any], base: Path | None, former: FormerPlans
     return {"path": str(path), "strength": strength, "strength_for": {part: s for part, s in by_part.items() if s != 1}}
 
 
-def _next_to(name: str) -> Callable[[Values], Path]:
+def _next_to(name: str) -> Callable[[NodeValues], Path]:
     """Return the function for an output in the model folder of a checkpoint."""
     return lambda values: host.location(values["name"], values[name].split("/", 1)[0])
 
 
-def _in_loras(values: Values) -> Path:
+def _in_loras(values: NodeValues) -> Path:
     return host.location(values["name"], LORAS[0])
 
 
@@ -177,10 +177,12 @@ def _searched() -> list[str]:
 # Jobs.
 
 
-def _job(output: Callable[[Values], Path], fields: Callable[[Values], Values]) -> Callable[[Values], Result]:
+def _job(
+    output: Callable[[NodeValues], Path], fields: Callable[[NodeValues], NodeValues]
+) -> Callable[[NodeValues], Result]:
     """Return the function that runs a node as one job of a jobs file. `fields`: all of the job but its output."""
 
-    def run(values: Values) -> Result:
+    def run(values: NodeValues) -> Result:
         job = literal({**fields(values), "output": str(output(values))})
         with host.RunProgress() as progress:
             (report,) = run_batch([job], overwrite=values["overwrite"], progress=progress)
@@ -199,7 +201,7 @@ def _reported(report: Report | AdapterReport) -> Result:
     return Result(report.output, "\n".join(aligned(rows)), report.numbers.get("blocks", {}))
 
 
-def _with_base(values: Values) -> dict[str, str]:
+def _with_base(values: NodeValues) -> dict[str, str]:
     return {"base": str(_base(values))} if _known_base(values) else {}
 
 
@@ -228,7 +230,7 @@ _unmerge = _job(_next_to("merged"), lambda v: {
 # Other calls.
 
 
-def _take_out(values: Values) -> Result:
+def _take_out(values: NodeValues) -> Result:
     """Take the connected adapters out; without any, those of the recipe."""
     if any(values.get("adapters", {}).values()):
         return _unmerge(values)
@@ -240,19 +242,19 @@ def _take_out(values: Values) -> Result:
     return _reported(report)
 
 
-def _inspect(values: Values) -> Result:
+def _inspect(values: NodeValues) -> Result:
     base, lora = _known_base(values), _lora(values)
     return Result(str(lora), (inspect(base[0], lora) if base else inspect(lora)).text)
 
 
-def _verify(values: Values) -> Result:
+def _verify(values: NodeValues) -> Result:
     merged = _merged(values)
     with host.RunProgress() as progress:
         facts = verify(merged, search=_searched(), full=values["every_value"], progress=progress)
     return Result(str(merged), facts.text)
 
 
-def _adapter(values: Values) -> Result:
+def _adapter(values: NodeValues) -> Result:
     """Return one adapter with its strengths."""
     factors: dict[str, Any] = {} if values["text_encoders"] == 1 else {"te": values["text_encoders"]}
     factors |= factors_by_part(values["parts"])
@@ -260,7 +262,7 @@ def _adapter(values: Values) -> Result:
     return Result([entry], f"{values['adapter']}: {values['strength']:g} {factors or ''}")
 
 
-def _stack(values: Values) -> Result:
+def _stack(values: NodeValues) -> Result:
     """Return the adapters of a stack, and of the loaders on the way to a model."""
     stack, remarks = [*(values.get("stack") or ())], list[str]()
     workflow = values["workflow"]
@@ -345,7 +347,7 @@ def _schema(node: Node) -> Any:
     )  # fmt: skip
 
 
-def _fingerprint(node: Node, values: Values) -> Any:
+def _fingerprint(node: Node, values: NodeValues) -> Any:
     """Return a value that changes if the node has to run again: with the files that it reads; always if its output is
     missing."""
     if node.output is not None and not exists(with_found_ending(str(node.output(values)))):

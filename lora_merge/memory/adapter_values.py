@@ -28,7 +28,7 @@ from ..engine.devices import place
 from ..engine.tensor_moves import host
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
-from ..job import Opened
+from ..job import AdapterValue
 from ..options import KEEP, factor
 from ..recipes.commands import COMMANDS, run_request
 from ..text import Shown
@@ -40,7 +40,7 @@ Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)
 
 
-class Changes(Opened):
+class Changes(AdapterValue):
     """Σ sᵢΔWᵢ of opened adapters: one adapter, or a sum."""
 
     terms: tuple[Term, ...]

@@ -43,7 +43,7 @@ from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, pair_in, summands, wrong_adapter
+from ..job import Adapter, AdapterValue, Job, OneAdapter, is_pair, make_job, pair_in, summands, wrong_adapter
 from ..models.blocks import groups
 from ..models.names import names
 from ..option_texts import in_python
@@ -123,6 +123,7 @@ class MemoryMerge:
 
         The tensors of `Packing.parts` come last, as they are known when all weights are merged.
         """
+        # Step 1: what reads the adapters and folds.
         inputs, saturated, measures = self.matched.inputs, Counter[str](), Measures()
         report = counted(progress, "merge", "", sum(target.nbytes for target in self.targets()))
         with ExitStack() as stack:
@@ -131,6 +132,7 @@ class MemoryMerge:
             tensors = PatchTensors(factors.fetch, self.matched.weights)
             folder = BlockFolder(self.at, tensors, self._pool(stack), FoldOptions.of(self.job, self.at))
             stack.callback(folder.lanes.leave)
+            # Step 2: some tensors at a time; scales and tables wait until all weights are merged.
             late = inputs.base.beside
             results: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
@@ -151,6 +153,7 @@ class MemoryMerge:
                 factors.forget()
                 tensors.cache.clear()
                 report(sum(target.nbytes for target in some))
+            # Step 3: the replaced tensors, the check that each adapter has an effect, and what has waited.
             whole = replaced(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))
             check_effect(self.matched.adapters, measures, reader)
@@ -221,6 +224,7 @@ def _merged(
         if not convert(values, into):
             saturated[target.name] += settle(target.name, values, into, saturate=folder.options.saturate)
 
+    # Step 1: each tensor: copied, converted, or its blocks to fold.
     for target in targets:
         padded, (name, dtype, shape) = target.weight.padded, target.in_file
         value = live.get(target.name)
@@ -241,6 +245,7 @@ def _merged(
                 tasks.append(FoldTask(block, numbers, into))
             else:
                 put(target, block, numbers, into)
+    # Step 2: the blocks are folded; a scale that does not cover the result is fitted anew.
     merged = folder.fold(tasks)
     saturated += merged.cut
     for target in (t for t in targets if t.name in merged.uncovered):
@@ -284,7 +289,7 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
     items: Any = adapters
     if isinstance(adapters, Mapping) and adapters and all(isinstance(value, Real) for value in adapters.values()):
         items = [*adapters.items()]
-    elif isinstance(adapters, str | PathLike | Adapter | Mapping | LoadedAdapter | Opened) or is_pair(adapters):
+    elif isinstance(adapters, str | PathLike | Adapter | Mapping | LoadedAdapter | AdapterValue) or is_pair(adapters):
         items = [adapters]
     items = a_list(items, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []

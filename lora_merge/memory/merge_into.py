@@ -341,11 +341,13 @@ def merge_into(
         raise UsageError(f"unknown value {keep!r}", "keep", f"use one of: {', '.join(_KEEPERS)}")
     if options.get("dtype", "keep") != "keep":
         raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")
+    # Step 1: the model as a checkpoint, matched with the adapters.
     live: dict[str, Tensor] = {}
     merged = MergedModel(model, live, keep)
     index = live_model(model, live, merged.original)
     options.setdefault("device", KEEP_DEVICE)
     merge = prepare(index, adapters, options, live, "merge_into")
+    # Step 2: the tensors that are written, whose memory no other one may share.
     written = {}
     for target in merge.targets():
         _check_fits(target, live)
@@ -359,6 +361,7 @@ def merge_into(
         if target.name in written:
             merged.replace(target.name, tensor)
 
+    # Step 3: the merge, which is taken back if it fails.
     with merged._alone(written, live | dict(merge.lent)):
         merged._number = next(_numbers)
         try:

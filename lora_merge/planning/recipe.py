@@ -16,7 +16,7 @@ from ..files.checkpoint import Index, configuration
 from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH
 from ..files.side_files import output_name
 from ..job import Job
-from ..options import OPTIONS, TOKENIZERS, Kind
+from ..options import OPTIONS, TOKENIZERS, OptionKind
 from ..paths import input_name
 from ..sources.inputs import origin
 from ..text import by_component, from_json
@@ -35,7 +35,7 @@ CHECKSUMS: Final = "lora_merge.crc32"
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", CHECKSUMS)
 """Metadata entries of the base that are dropped: a hash of the file itself would be wrong in the output."""
 
-RECIPE_VALUES: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
+RECIPE_VALUES: Final[Mapping[OptionKind, Callable[[Any], Any]]] = MappingProxyType(
     {
         "settings": dict,
         "entries": dict,

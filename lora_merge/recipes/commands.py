@@ -266,7 +266,7 @@ class Replay:
     """That of a merge."""
 
 
-def again(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Replay:
+def replay_of(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Replay:
     """Return what writes an output a second time, under another name, by the command of its recipe."""
     from .replay import job_again, plan_again
 

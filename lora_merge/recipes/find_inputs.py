@@ -47,7 +47,7 @@ def find(
     VerificationFailed if there is a file of the right name but other content; InputError if there is none. `digest`:
     the SHA-256 of a file; a proof reads its bytes.
     """
-    present = _Present(folders)
+    present = _SearchedFiles(folders)
     paths = []
     for named in inputs:
         paths.append(_find(named, present, progress, announce, digest))
@@ -61,7 +61,7 @@ def record(named: Input, path: Path) -> None:
     record_origin(path, [whole / name if whole.is_dir() else path for name, _, _ in named.files], named.source)
 
 
-class _Present:
+class _SearchedFiles:
     """The files in the searched folders, listed as far as they are asked for: most inputs are next to the output."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -85,6 +85,7 @@ class _Present:
 def _find(
     sought: Input, present: Iterable[Path], progress: Progress, announce: Announce | None, digest: Digest
 ) -> Path:  # fmt: skip
+    # Step 1: the name that its first file ends in.
     name, size, stated = sought.files[0]
     depth = len(PurePosixPath(name).parts) if sought.folder else 0
     within = sought.folder and sought.name not in {file for file, _, _ in sought.files}  # else a part is taken for all
@@ -93,6 +94,7 @@ def _find(
     def named(path: Path) -> bool:
         return f"/{path.as_posix()}".endswith(ending)
 
+    # Step 2: the files of its size, those of its name first.
     others: list[str] = []
     alone: Path | None = None  # the first file of a folder, next to files that do not belong to it
     for path in chain(filter(named, present), filterfalse(named, present)):
@@ -109,6 +111,7 @@ def _find(
                 return root if within else path
             if named(path):
                 others.append(other)
+    # Step 3: none is here: another machine has it, or it is missing.
     if sought.is_elsewhere:
         return _linked(sought, alone) or _downloaded(sought, progress, announce)
     namesake = next(filter(named, present), None)

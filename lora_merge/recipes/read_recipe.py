@@ -53,7 +53,7 @@ class Recipe:
 
     version: str
     base: Input
-    adapters: tuple[Use, ...]
+    adapters: tuple[RecipeAdapter, ...]
     options: Mapping[str, Any]
     map_name: str
     map_text: str | None
@@ -146,11 +146,11 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text, tokenizer)
 
 
-Use: TypeAlias = tuple["Input", float, tuple[tuple[str, float], ...]]
+RecipeAdapter: TypeAlias = tuple["Input", float, tuple[tuple[str, float], ...]]
 """An adapter of a recipe: the input, its strength, and parts of the model with their factors."""
 
 
-def uses_of(values: Sequence[Any]) -> tuple[Use, ...]:
+def uses_of(values: Sequence[Any]) -> tuple[RecipeAdapter, ...]:
     """Return the adapters that a recipe names; LookupError, TypeError or ValueError for other values."""
     uses = tuple(
         (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))

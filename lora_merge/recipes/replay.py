@@ -70,6 +70,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
     allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `prove_adapter`.
     """
+    # Step 1: the job: that of the recipe, or of the named inputs.
     index = open_checkpoint(output)
     judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
     options = {name: value for name, value in options.items() if name != "compute_dtype"}
@@ -86,12 +87,14 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             )
         else:
             job = downloaded_job(_job_of(index, base, adapters, options, stack), progress, announce)
+        # Step 2: its plan; a file gives a file, a folder gives a folder.
         plan = _followed(job, index)
         judged = judged or min(("fp32", plan.job.compute_dtype), key=ROUNDING.__getitem__)
         if plan.is_folder != index.path.is_dir():
             kind, other = ("folder", "file") if plan.is_folder else ("file", "folder")
             what = f"the base is a {kind}, and so is what it gives; the output is a {other}"
             raise VerificationFailed(what, str(output), f"name the {kind} itself")
+        # Step 3: the header and the weights.
         reader = stack.enter_context(Reader([plan.base, *(m.adapter.index for m in plan.adapters)]))
         changes = header_changes(plan, index)
         try:
@@ -99,6 +102,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         except VerificationFailed as e:
             raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, index)
+        # Step 4: the other files of the output.
         if KEY in index.metadata and (wrong := misleading(plan, output)):
             what = "the weights are right, but other files of the output are not those of the merge"
             raise VerificationFailed(f"{what}, and let them be loaded as another model, or not at all",

@@ -168,7 +168,7 @@ def _digits(dtype: str) -> int:
 
 # What the recipes say of the adapters. The first recipe is that of the merge; the next ones are those of its base.
 
-Strengths: TypeAlias = Mapping[tuple[tuple[str, float], ...], float]
+StrengthsByParts: TypeAlias = Mapping[tuple[tuple[str, float], ...], float]
 """Sorted parts with their factors → the sum of the strengths that an adapter has with these parts."""
 
 
@@ -252,7 +252,7 @@ def _digests(named: Input) -> list[str]:
     return [digest for _, _, digest in named.files]
 
 
-def _strengths(uses: Iterable[tuple[Any, float, tuple[tuple[str, float], ...]]]) -> Strengths:
+def _strengths(uses: Iterable[tuple[Any, float, tuple[tuple[str, float], ...]]]) -> StrengthsByParts:
     """Return the strengths of one adapter that is used several times."""
     strengths = defaultdict[tuple[tuple[str, float], ...], float](float)
     for _, strength, parts in uses:
@@ -260,11 +260,11 @@ def _strengths(uses: Iterable[tuple[Any, float, tuple[tuple[str, float], ...]]])
     return strengths
 
 
-def _equal(taken: Strengths, merged: Strengths) -> bool:
+def _equal(taken: StrengthsByParts, merged: StrengthsByParts) -> bool:
     return taken.keys() == merged.keys() and all(isclose(s, merged[parts], abs_tol=1e-9) for parts, s in taken.items())
 
 
-def _is_part(taken: Strengths, merged: Strengths) -> bool:
+def _is_part(taken: StrengthsByParts, merged: StrengthsByParts) -> bool:
     """Return whether nowhere more is taken out than was merged."""
     shares = dict.fromkeys(merged, 0.0)
     for parts, strength in taken.items():

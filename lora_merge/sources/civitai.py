@@ -17,7 +17,7 @@ from ..addresses import CIVITAI, HASH, Address
 from ..errors import InputError, UsageError
 from ..text import listed
 from ..text import size as spoken_size
-from .contents import Listed, SourceFiles
+from .contents import SourceFile, SourceFiles
 from .store import stored_file
 from .web import Endpoint, WebSource, facts_of, json_at
 
@@ -58,7 +58,7 @@ class Civitai(WebSource):
         digest = str((file.get("hashes") or {}).get("SHA256") or "").lower()
         if address.scheme == HASH and digest != address.name:
             raise InputError("Civitai has no file with this SHA-256", str(address), "check the hash")
-        return SourceFiles(pinned, Path(name).stem, {name: Listed(size, digest, etag)})
+        return SourceFiles(pinned, Path(name).stem, {name: SourceFile(size, digest, etag)})
 
     def _version(self, address: Address) -> Mapping[str, Any]:
         if address.scheme == HASH:

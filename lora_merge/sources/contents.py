@@ -22,7 +22,7 @@ SWITCHES: Final = ("LORA_MERGE_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE
 
 
 @dataclass(frozen=True)
-class Listed:
+class SourceFile:
     """A file of a source. `sha256` and `etag` are empty if the source does not state them."""
 
     size: int
@@ -37,7 +37,7 @@ class SourceFiles:
 
     address: Address
     name: str
-    files: Mapping[str, Listed]
+    files: Mapping[str, SourceFile]
     revision: str = ""
     folder: bool = False
 

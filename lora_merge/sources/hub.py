@@ -21,7 +21,7 @@ from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, ResourceError, UsageError
 from ..paths import real_path
 from ..version import __version__
-from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
+from .contents import Advance, SourceFile, SourceFiles, is_offline, switched_off
 from .hub_cache import commit_of, hub_folder, remember_commit, repository_folder, stored_at
 from .web import Endpoint, ranges
 
@@ -61,7 +61,7 @@ class Hub:
                 raise error from None
             return self._contents_of_cache(address, commit)
         files = {
-            f.rfilename: Listed(int(f.size), str(f.lfs.sha256) if f.lfs else "")
+            f.rfilename: SourceFile(int(f.size), str(f.lfs.sha256) if f.lfs else "")
             for f in info.siblings or ()
             if f.size is not None
         }
@@ -70,7 +70,7 @@ class Hub:
     def _contents_of_cache(self, address: Address, commit: str) -> SourceFiles:
         """Return what the cache has of a commit, if the hub cannot be reached."""
         root = repository_folder(address.name) / "snapshots" / commit
-        files = {p.relative_to(root).as_posix(): Listed(p.stat().st_size) for p in root.rglob("*") if p.is_file()}
+        files = {p.relative_to(root).as_posix(): SourceFile(p.stat().st_size) for p in root.rglob("*") if p.is_file()}
         return _files_of(address, commit, files)
 
     def reader(self, contents: SourceFiles, name: str) -> ReadRange:
@@ -106,12 +106,12 @@ class Hub:
         remember_commit(Address(HUB, address.name, contents.revision), address.revision)
 
 
-def _files_of(address: Address, commit: str, files: Mapping[str, Listed]) -> SourceFiles:
+def _files_of(address: Address, commit: str, files: Mapping[str, SourceFile]) -> SourceFiles:
     pinned = Address(HUB, address.name, commit, address.path)
     return SourceFiles(pinned, address.name.partition("/")[2], files, address.revision, folder=True)
 
 
-def _check(path: Path, file: Listed, address: Address) -> None:
+def _check(path: Path, file: SourceFile, address: Address) -> None:
     """Raise InputError for a downloaded file of another length or hash than the hub states, which is then removed."""
     wrong = "length" if path.stat().st_size != file.size else ""
     if not wrong and file.sha256:
@@ -132,7 +132,7 @@ def _has_other_length(e: Exception) -> bool:
     return isinstance(e, OSError) and e.errno is None and "Consistency check failed" in str(e)
 
 
-def _remove_incomplete(address: Address, file: Listed) -> None:
+def _remove_incomplete(address: Address, file: SourceFile) -> None:
     """Remove what the library has left of such a download, which it would continue."""
     for path in (repository_folder(address.name) / "blobs").glob(f"{file.sha256 or 'nothing'}*.incomplete"):
         path.unlink(missing_ok=True)

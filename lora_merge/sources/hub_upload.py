@@ -24,9 +24,9 @@ from ..version import __version__
 from .hub import INSTALL, client, failed, is_installed, ranges_of
 from .inputs import forget
 from .sent_files import (
+    FileSource,
     GrowingFile,
     Sending,
-    Source,
     address_of,
     compare,
     differs,
@@ -108,7 +108,7 @@ class HubUpload:
         if state is None:
             self._create(f"the new private repository {self.address.name}", self._api.create_repo, private=True,
                          exist_ok=True)  # fmt: skip
-            state = _state(self._api, self.address) or State([], None)
+            state = _state(self._api, self.address) or RepositoryState([], None)
             self._first = state.head
         if not state.branch:
             branch = self.address.revision
@@ -155,13 +155,13 @@ class HubUpload:
         """Send the rest, commit all files, and compare what is there with the local copy."""
         address, api = self.address, self._api
         # Step 1: the content of all files.
-        files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(self._copy)}
+        files: dict[str, FileSource] = {_inside(address, name): path for name, path in files_of(self._copy)}
         if card is not None:
             files[CARD] = card
         operations = self._sending.finish(files, address, self._progress)
         try:
             # Step 2: the commit.
-            state = _state(api, address) or State([], None)
+            state = _state(api, address) or RepositoryState([], None)
             free = self._overwrite or (state.head is not None and state.head == self._first)
             if not free and (taken := _taken(state, files)):
                 raise _exists(address, taken)
@@ -208,7 +208,7 @@ def _inside(address: Address, name: str) -> str:
     return "/".join(part for part in (address.path, name) if part)
 
 
-class State(NamedTuple):
+class RepositoryState(NamedTuple):
     """The files of a repository and its last commit. `branch`: whether they are those of the branch of the output, and
     not those of `main`, with which a new branch begins."""
 
@@ -217,7 +217,7 @@ class State(NamedTuple):
     branch: bool = True
 
 
-def _state(api: Any, address: Address) -> State | None:
+def _state(api: Any, address: Address) -> RepositoryState | None:
     """Return the state of a repository; None for one that is not there."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -228,10 +228,10 @@ def _state(api: Any, address: Address) -> State | None:
             info, branch = api.model_info(address.name), not address.revision
     except RepositoryNotFoundError:
         return None
-    return State([f.rfilename for f in info.siblings or ()], str(info.sha), branch)
+    return RepositoryState([f.rfilename for f in info.siblings or ()], str(info.sha), branch)
 
 
-def _taken(state: State, names: Iterable[str]) -> list[str]:
+def _taken(state: RepositoryState, names: Iterable[str]) -> list[str]:
     """Return those of these names that files of a branch have."""
     return sorted({*state.files} & {*names}) if state.branch else []
 
@@ -282,7 +282,7 @@ def _commit(api: Any, address: Address, operations: list[Any], head: str | None)
     return str(commit.oid)
 
 
-def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
+def _prove(api: Any, pinned: Address, sources: dict[FileSource, Any]) -> None:
     """Compare the files of a commit with the local copy; VerificationFailed if any differ. `sources`: file of the local
     copy → what the commit says of it."""
     names = [operation.path_in_repo for operation in sources.values()]
@@ -297,7 +297,7 @@ def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
         compare(ranges_of(where, size), source, where)
 
 
-def _git_hash(source: Source) -> str:
+def _git_hash(source: FileSource) -> str:
     size = size_of(source)
     digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     for data in GrowingFile(source, size, size).pieces():

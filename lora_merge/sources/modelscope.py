@@ -24,7 +24,7 @@ from urllib.parse import quote, urlencode
 from ..addresses import MODELSCOPE, Address
 from ..disk.hashes import hash_file
 from ..errors import InputError
-from .contents import Advance, Listed, SourceFiles, is_offline
+from .contents import Advance, SourceFile, SourceFiles, is_offline
 from .web import Endpoint, WebSource, json_at, refused, unreachable
 
 SITE: Final = "https://www.modelscope.cn"
@@ -58,7 +58,9 @@ class ModelScope(WebSource):
                 "ModelScope's answer has another form than its API states", str(address), "run again later"
             )
         rows = [row for row in listed if isinstance(row, dict) and row.get("Type") != "tree"]
-        files = {str(row.get("Path")): Listed(int(row.get("Size") or 0), str(row.get("Sha256") or "")) for row in rows}
+        files = {
+            str(row.get("Path")): SourceFile(int(row.get("Size") or 0), str(row.get("Sha256") or "")) for row in rows
+        }
         commit = next((str(row.get("Revision", "")) for row in rows if row.get("Path") == address.path), "")
         pin = commit if re.fullmatch(HEX, commit) else revision
         pinned = Address(MODELSCOPE, address.name, pin, address.path)

@@ -26,9 +26,9 @@ from .inputs import forget
 from .objects import INSTALL, kinds_of, store_of
 from .objects import failed as failed_read
 from .sent_files import (
+    FileSource,
     GrowingFile,
     Sending,
-    Source,
     address_of,
     compare,
     differs,
@@ -188,7 +188,7 @@ class ObjectUpload:
     def finish(self, card: bytes | None) -> Sequence[Note]:
         """Send the rest, name all objects together, and compare them with the local copy."""
         # Step 1: all bytes, in parts.
-        files: dict[str, Source] = {self._key_of(name): path for name, path in files_of(self._copy)}
+        files: dict[str, FileSource] = {self._key_of(name): path for name, path in files_of(self._copy)}
         if card is not None:
             files[str(PurePosixPath(self._key).with_suffix(".md"))] = card
         uploads = self._sending.finish(files, self.address, self._progress)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..addresses import Address
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError, UsageError
-from .contents import Listed, SourceFiles
+from .contents import SourceFile, SourceFiles
 from .store import StoredSource
 
 INSTALL: Final = "pip install obstore"
@@ -104,8 +104,8 @@ def _key(contents: SourceFiles, name: str) -> str:
     return f"{key}/{name}" if contents.folder else key
 
 
-def _listed(meta: Any) -> Listed:
-    return Listed(int(meta["size"]), "", str(meta.get("e_tag") or ""))
+def _listed(meta: Any) -> SourceFile:
+    return SourceFile(int(meta["size"]), "", str(meta.get("e_tag") or ""))
 
 
 def store_of(address: Address) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..addresses import Address
 from ..disk.remote import ReadRange
 from ..errors import MergeError, RemoteError, ResourceError, UsageError
-from .contents import Listed, SourceFiles
+from .contents import SourceFile, SourceFiles
 from .store import StoredSource
 
 INSTALL: Final = "pip install fsspec"
@@ -79,8 +79,8 @@ def _system(address: Address) -> tuple[Any, str]:
     return system, str(path)
 
 
-def _listed(facts: Any) -> Listed:
-    return Listed(int(facts["size"]), "", next((str(facts[name]) for name in CHANGES if facts.get(name)), ""))
+def _listed(facts: Any) -> SourceFile:
+    return SourceFile(int(facts["size"]), "", next((str(facts[name]) for name in CHANGES if facts.get(name)), ""))
 
 
 def _failed(address: Address, e: Exception) -> MergeError:

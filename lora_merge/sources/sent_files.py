@@ -44,7 +44,7 @@ def address_of(target: Path) -> Address:
     return address
 
 
-Source: TypeAlias = Path | bytes
+FileSource: TypeAlias = Path | bytes
 """A file of a local copy, or the content of a card."""
 
 
@@ -63,19 +63,19 @@ def files_of(copy: Path) -> list[tuple[str, Path]]:
     return [(name, copy / name) for name in sorted(names, key=rank)]
 
 
-def size_of(source: Source) -> int:
+def size_of(source: FileSource) -> int:
     """Return the bytes of a file or of a card."""
     return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
-def _opened(source: Source) -> IO[bytes]:
+def _opened(source: FileSource) -> IO[bytes]:
     return BytesIO(source) if isinstance(source, bytes) else open_regular(source)
 
 
 class GrowingFile:
     """A file of a local copy, of which more and more of the first bytes are final."""
 
-    def __init__(self, source: Source, size: int, end: int = 0) -> None:
+    def __init__(self, source: FileSource, size: int, end: int = 0) -> None:
         self.source, self.size = source, size
         self._end, self._stopped, self._changed = end, False, Condition()
 
@@ -120,7 +120,7 @@ class Sending(Generic[Sent]):
         self._results: dict[str, Future[Sent]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
-    def ready(self, name: str, source: Source, size: int, end: int) -> None:
+    def ready(self, name: str, source: FileSource, size: int, end: int) -> None:
         """Send a file up to a byte; raises the error of one that was to be sent before."""
         if name not in self._files:
             self._files[name] = GrowingFile(source, size)
@@ -134,7 +134,7 @@ class Sending(Generic[Sent]):
         """Take note of bytes that were sent."""
         self._sent += sent
 
-    def finish(self, files: Mapping[str, Source], address: Address, progress: Progress) -> list[Sent]:
+    def finish(self, files: Mapping[str, FileSource], address: Address, progress: Progress) -> list[Sent]:
         """Send all files whole, and wait for that; return the results in the order of the files."""
         sizes = {name: size_of(source) for name, source in files.items()}
         advance = counted(progress, "upload", str(address), sum(sizes.values()))
@@ -162,7 +162,7 @@ class Sending(Generic[Sent]):
         return (result.result() for result in started if result.exception() is None)
 
 
-def compare(read: ReadRange, source: Source, where: Address, *, whole: bool = False) -> None:
+def compare(read: ReadRange, source: FileSource, where: Address, *, whole: bool = False) -> None:
     """Compare an uploaded file with its local copy: the header and ranges with a fixed seed, or the `whole` of it.
 
     VerificationFailed if any byte differs.

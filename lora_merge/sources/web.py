@@ -30,7 +30,7 @@ from ..errors import InputError, MergeError, RemoteError, ResourceError
 from ..text import from_json
 from ..text import size as spoken_size
 from ..version import __version__
-from .contents import Advance, Listed, SourceFiles, write
+from .contents import Advance, SourceFile, SourceFiles, write
 from .store import StoredSource
 
 AGENT: Final = f"lora-merge/{__version__}"
@@ -62,7 +62,7 @@ class Endpoint:
     advice: Mapping[int, str] = field(default_factory=dict)
 
 
-class _Answered(Exception):
+class _Refusal(Exception):
     """A server's answer that is no success."""
 
     def __init__(self, status: int, headers: Message) -> None:
@@ -81,7 +81,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _answer(place: Endpoint, headers: Mapping[str, str]) -> Any:
-    """Return the response to a GET, behind all redirects; `_Answered` for a failure."""
+    """Return the response to a GET, behind all redirects; `_Refusal` for a failure."""
     url, opener = place.url, _opener()
     for _ in range(HOPS):
         request = urllib.request.Request(url, headers={"User-Agent": AGENT, "Accept-Encoding": "identity", **headers})
@@ -93,11 +93,11 @@ def _answer(place: Endpoint, headers: Mapping[str, str]) -> Any:
             target = e.headers.get("Location")
             e.close()
             if e.code not in REDIRECTS or not target:
-                raise _Answered(e.code, e.headers) from None
+                raise _Refusal(e.code, e.headers) from None
             url = urljoin(url, target)
             if not is_private(url):  # in the clear anybody on the way could change the weights
-                raise _Answered(INSECURE, e.headers) from None
-    raise _Answered(310, Message())
+                raise _Refusal(INSECURE, e.headers) from None
+    raise _Refusal(310, Message())
 
 
 def _origin(url: str) -> tuple[str, str]:
@@ -113,7 +113,7 @@ def get(place: Endpoint, headers: Mapping[str, str] = MappingProxyType({})) -> I
         try:
             response = _answer(place, headers)
             break
-        except _Answered as e:
+        except _Refusal as e:
             if e.status not in BUSY or not left:
                 raise refused(place, e.status) from None
             wait(_pause(e.headers.get("Retry-After"), TRIES - left))
@@ -306,7 +306,7 @@ class Url(WebSource):
         """Return the file, by a request of one byte."""
         size, etag, stated = facts_of(Endpoint(address, address.name))
         name = stated or Path(unquote(urlsplit(address.name).path)).name or "model.safetensors"
-        return SourceFiles(Address(WEB, address.name), Path(name).stem, {name: Listed(size, "", etag)})
+        return SourceFiles(Address(WEB, address.name), Path(name).stem, {name: SourceFile(size, "", etag)})
 
     def endpoint(self, contents: SourceFiles, name: str) -> Endpoint:
         """Return the URL."""

@@ -25,7 +25,7 @@ from ..report import Report, merge_rows, verify_rows
 from ..viewing.pages.page import page
 from .forms import FORMS, adapter_tables, in_jobs_file, runnable
 
-State: TypeAlias = Literal["waiting", "running", "done", "skipped", "failed", "cancelled"]
+RunState: TypeAlias = Literal["waiting", "running", "done", "skipped", "failed", "cancelled"]
 """`skipped`: the output was there already, by the same recipe."""
 
 ENDED: Final = ("done", "skipped", "failed", "cancelled")
@@ -47,7 +47,7 @@ class Run:
     pictures: bool
     """Whether a page can be drawn."""
     effort: int = 0
-    state: State = "waiting"
+    state: RunState = "waiting"
     progress: StageSum = field(default_factory=StageSum)
     seconds: float = 0.0
     worked: float = 0.0

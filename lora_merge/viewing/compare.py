@@ -98,6 +98,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     from .compare_models import DifferenceSums, difference_pictures, differences
     from .pictures import evenly
 
+    # Step 1: the names of A, by which the tensors of B are looked up.
     lookup = names(a)
     model = groups(lookup)
     rows: dict[str, dict[bool, list[DifferenceSums]]] = {}  # block → whether changed → tensors
@@ -106,6 +107,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     change, rounded = DifferenceSums(), Counter[str]()
     dtypes: Counter[str] = Counter()
     keys: set[str] = set()
+    # Step 2: the sums of each pair, by block.
     advance = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
     for pair in differences(a, b, lookup):
         advance(b.tensors[pair.name].nbytes)
@@ -128,6 +130,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
                 change.add(pair.sums)
             else:
                 rounded[_coarser(a, pair.keys[0], b, pair.name)] += 1
+    # Step 3: the pictures, and the table of facts.
     if pictures:
         for name, charts in difference_pictures(a, b, lookup, evenly([*tensors])):
             tensors[name] |= charts

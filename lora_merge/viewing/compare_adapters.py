@@ -39,7 +39,7 @@ from .module_changes import ModuleChanges, changes, replaced_by, shape_of
 from .pictures import OVERSAMPLING, evenly
 from .pictures import pictures as pictured
 
-StoredValue: TypeAlias = tuple[Name, str]
+ValueKey: TypeAlias = tuple[Name, str]
 """(network and name of a module, parameter), alike in all dialects of one layout."""
 
 TOKENS_NEED_BASE: Final = "rows of trained tokens: name a base with --base"
@@ -81,7 +81,7 @@ def shape_difference(a: tuple[int, ...], b: tuple[int, ...]) -> str:
     return f"other shapes: {list(a)} in A, {list(b)} in B"
 
 
-def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[StoredValue, StoredTensor]]:
+def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[ValueKey, StoredTensor]]:
     """Yield the tensors that take the place of the base's; the others come into `left`, with the reason."""
     known = rules_of(file)
     for info in file.strange:
@@ -160,6 +160,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
     adapter's changes are those of a merge into it, and one that does not fit it is refused. `pictures`: with spectrum
     and histogram of both changes.
     """
+    # Step 1: the pairs of modules, or of the weights that both change.
     files = group(a), group(b)
     shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
     left: dict[str, str] = {}
@@ -170,6 +171,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
         plans = _plans(a, b, base, left)
         model = groups(plans[0].names)
         pairs = _on_base(plans, model, pictures=pictures)
+    # Step 2: the sums, in all, by block and by module.
     total, rows, table = Similarity(), dict[str, Similarity](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
     for name, block, likeness in pairs:
@@ -181,6 +183,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
             only[likeness].append(name)
         else:
             left[name] = likeness
+    # Step 3: what is not in both, and tensors that both store in place of the base's.
     notes = []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"

@@ -54,6 +54,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     `pictures`: the numbers with singular values and histograms, which pages show.
     `opened`: checkpoints that calls before this one have opened.
     """
+    # Step 1: the files, downloaded if more than headers is read.
     address, ref = str(path), Adapter(adapter) if isinstance(adapter, Path) else adapter
     if weights or hashes:
         refs = [] if ref is None else [ref.path]
@@ -67,11 +68,13 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     def of_base(index: Index) -> dict[str, Any]:
         return base_facts(index, cache.names(path))
 
+    # Step 2: what is known of every file.
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": address, "kind": "checkpoint", "files": len(index.files),
         "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors),
         "dtypes": dtypes(index.tensors), **({"folder": folder.to_dict()} if folder else {}),
     }  # fmt: skip
+    # Step 3: an adapter on a base.
     if ref is not None:
         if of_adapter:
             compared = typed([str(path), str(ref.path)])
@@ -79,25 +82,27 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
                              f"use `lora-merge compare {compared}`, or name a base first")  # fmt: skip
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:
-            from .numbers import merge_numbers  # torch
+            from .measurements import merge_numbers  # torch
 
             numbers = partial(merge_numbers, pictures=pictures, progress=progress)
         facts |= cache.parsed(("facts", path), index, of_base)
         facts |= {"match": _fit(path, ref, cache, numbers)}
         return _with_verdict(facts)
+    # Step 4: an adapter, or a model.
     if of_adapter:
         file = cache.adapter(path)
         facts |= adapter_facts(file)
         if weights:
-            from .numbers import adapter_numbers  # torch
+            from .measurements import adapter_numbers  # torch
 
             facts["weights"] = adapter_numbers(file, pictures=pictures, progress=progress)
     else:
         facts |= cache.parsed(("facts", path), index, of_base)
         if weights:
-            from .numbers import base_sizes  # torch
+            from .measurements import base_sizes  # torch
 
             facts["sizes"] = base_sizes(index, pictures=pictures, progress=progress)
+    # Step 5: hashes and notes.
     hashed = hashes if hashes is None else hashes or of_adapter
     digests = hashes_of(index, always=bool(hashes)) if hashed else {}
     facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}

@@ -12,7 +12,6 @@ from ..facts import (
     THOUSANDS,
     VALUE_WIDTH,
     Fact,
-    aligned,
     between,
     by_block,
     counts_by_kind,
@@ -58,11 +57,6 @@ FACT_NAMES: Final = {
 BESIDE_WEIGHTS: Final = "; as a share of the weights: inspect BASE ADAPTER --weights"
 
 FACTS_OF_MODELS: Final = frozenset(("architecture", "layout", "components", "blocks"))
-
-
-def lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts as text, a line each; long values are cut, and JSON has everything."""
-    return aligned(rows(facts))
 
 
 def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = False) -> Iterator[Fact]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge.adapters_out.rank_rules import RankRules, choose, parse, share_out
+from lora_merge.adapters_out.rank_rules import RankRules, choose, parse, ranks_within
 from lora_merge.errors import UsageError
 from tests.kit.pairs import examples
 
@@ -59,7 +59,7 @@ def test_text_that_is_no_rule_is_refused(text: str) -> None:
 def test_size_goes_where_a_byte_saves_most() -> None:
     spectra = {"wide": [4.0, 3.0, 0.1], "thin": [2.0, 1.9, 1.8]}
     widths = {"wide": 40, "thin": 10}
-    ranks = share_out(spectra, widths, 120)
+    ranks = ranks_within(spectra, widths, 120)
     assert ranks == {"wide": 2, "thin": 3}
     best = max(
         (sum(v * v for name, k in (("wide", a), ("thin", b)) for v in spectra[name][:k]), a, b)

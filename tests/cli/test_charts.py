@@ -17,9 +17,9 @@ from lora_merge.facts import Fact
 from lora_merge.text import Lines
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
+from tests.kit.inspected import lines
 from tests.kit.models import sd1
 
 

@@ -24,7 +24,7 @@ from lora_merge.cli import progress_display
 from lora_merge.cli.progress_display import BEAT, MOST_LINES, PROOF, BatchJobs, Display, interval
 from lora_merge.cli.terminal import CUTTING_TERMINALS, REFLOWING
 from lora_merge.errors import UsageError
-from lora_merge.progress import GRACE, STEP_SECONDS, Gathered, Progress, Stage, Step, watched
+from lora_merge.progress import GRACE, STEP_SECONDS, Progress, Stage, Step, StepBuffer, watched
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
 from tests.cli.terminal import fcntl, played_here, screen, terminal, termios
@@ -309,7 +309,7 @@ def test_progress_is_not_drawn_without_a_terminal(capsys: pytest.CaptureFixture[
 
 def test_steps_for_another_process_are_added_up() -> None:
     clock, told = Clock(), list[Step]()
-    steps = Gathered(told.append, clock)
+    steps = StepBuffer(told.append, clock)
     steps(Step("load", "o"))
     for _ in range(100):
         clock.now += STEP_SECONDS / 20
@@ -331,7 +331,7 @@ def test_steps_of_several_threads_are_passed_on_one_at_a_time() -> None:
         told.append(step)
         inside -= 1
 
-    steps = Gathered(observer, clock := Clock())
+    steps = StepBuffer(observer, clock := Clock())
 
     def report(thread: int) -> None:
         for n in range(1000):

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import lora_merge
 from lora_merge.comfyui import pack
-from lora_merge.comfyui.loaders import Way, loaded
+from lora_merge.comfyui.loaders import LoaderChain, loaded
 from lora_merge.merge_methods import COMBINATIONS, METHODS
 from tests.kit.adapters import kohya
 from tests.kit.comfy import HOST, DynamicPrompt, Host, comfyui, lora, node
@@ -215,7 +215,7 @@ def test_loras_of_loaders_are_read_from_the_workflow(host: Host) -> None:
     )
 
 
-def way(workflow: dict[str, Any], node: str) -> Way:
+def way(workflow: dict[str, Any], node: str) -> LoaderChain:
     """The way to the model of a node, as the pack sees the workflow in ComfyUI."""
     from lora_merge.comfyui.host import ComfyWorkflow
 

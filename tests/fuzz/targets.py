@@ -32,8 +32,8 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.recipe import KEY
 from lora_merge.recipes.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines
 from tests.fuzz import strategies as s
+from tests.kit.inspected import lines
 
 ROOT = Path(__file__).parents[2]
 

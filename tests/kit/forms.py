@@ -1,4 +1,4 @@
-"""Filled forms of the page, on the folder that `tests/ui` has."""
+"""OutputModule forms of the page, on the folder that `tests/ui` has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILLED: dict[str, dict[str, Any]] = {
 
 
 def form(name: str, comfy: Path, output: str = "out/x") -> dict[str, Any]:
-    """A filled form as the page sends it."""
+    """A output form as the page sends it."""
     row, models = FILLED[name], comfy / "models"
     adapters = [{"path": str(models / p), "strength": s, "strength_for": parts} for p, s, parts in row["adapters"]]
     base = str(models / row["base"]) if "base" in row else ""

@@ -15,9 +15,10 @@ import lora_merge
 from lora_merge.facts import TABLE_ROWS, VALUE_WIDTH
 from lora_merge.models.blocks import adapter_groups
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import TRAINING_KEYS, lines
+from lora_merge.viewing.inspect_rows import TRAINING_KEYS
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
+from tests.kit.inspected import lines
 from tests.kit.models import sd1
 from tests.kit.oracles import lora_delta
 from tests.kit.tensors import rand

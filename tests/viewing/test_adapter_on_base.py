@@ -12,10 +12,11 @@ import torch
 import lora_merge
 from lora_merge.job import Adapter
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines, match_rows
+from lora_merge.viewing.inspect_rows import match_rows
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
+from tests.kit.inspected import lines
 from tests.kit.measured import survival_of
 from tests.kit.models import sd1
 from tests.kit.tensors import rand

@@ -13,10 +13,10 @@ import lora_merge
 from lora_merge.survival import judged
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines
 from lora_merge.viewing.pages.page import content
 from tests.kit.command_line import run
 from tests.kit.files import save
+from tests.kit.inspected import lines
 from tests.kit.measured import survival_of
 from tests.kit.tensors import rand
 

@@ -9,11 +9,11 @@ import pytest
 import lora_merge
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines
 from tests.files.quantised_forms import FORMS
 from tests.kit import gguf_files as by_library
 from tests.kit.files import save
 from tests.kit.gguf_models import flux
+from tests.kit.inspected import lines
 from tests.kit.quantised import adapter, base
 from tests.kit.tensors import rand
 

@@ -25,11 +25,11 @@ from lora_merge.text import size
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.file_verdict import model_of, table_of_files
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines
 from lora_merge.viewing.json_schemas import schema_of
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import save
+from tests.kit.inspected import lines
 from tests.kit.models import sd1
 from tests.kit.tensors import rand
 from tests.viewing.conftest import Scene

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.inspect_rows import lines
 from tests.kit.files import save
+from tests.kit.inspected import lines
 
 SET = {
     "resolution": [1024, 1024], "batch_size_per_device": 2, "tag_frequency": {"5_ink": {"ink": 40}},

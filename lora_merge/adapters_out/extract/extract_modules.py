@@ -45,7 +45,7 @@ from ..delta import (
 from ..dialects import COPIED_ENDINGS, Dialect
 from ..factors import Cut, Triples, decomposing, rounded
 from ..form import NO_FACTORS_OF_STACKS, Form, form_of_difference, vector_ending
-from ..groups import Filled, Place, Target
+from ..groups import OutputModule, Place, Target
 from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
 from ..matrix_svd import of_dense, of_stack
 from ..module_tensors import Layer, StoredModule
@@ -276,7 +276,7 @@ def differences(
     return [difference(pair, base, tuned, computed) for pair in batch]
 
 
-Choose = Callable[[list[float], float], int]
+ChooseRank = Callable[[list[float], float], int]
 
 
 def factored(size: int, factor: int) -> tuple[int, int]:
@@ -290,7 +290,7 @@ def factored(size: int, factor: int) -> tuple[int, int]:
 
 
 def kronecker(
-    change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose
+    change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: ChooseRank
 ) -> tuple[Slots, Layer]:
     """Return the stored tensors of the nearest product, by slot, and its facts.
 
@@ -341,10 +341,10 @@ BYTES_ON_HOST: Final = 10
 BYTES_ON_DEVICE: Final = 16
 """Bytes on a device for each number of a Δ: fp32, its bases, and fp64 where one is searched again."""
 
-Batch: TypeAlias = tuple[Pair, ...]
+PairBatch: TypeAlias = tuple[Pair, ...]
 
 
-def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
+def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[PairBatch]:
     """Yield the pairs, matrices of one shape together, in the order of the first of each batch.
 
     Parameters:
@@ -400,26 +400,26 @@ class Extractor:
     """Identities of the places of changed vectors that `--others skip` leaves out."""
     notes: Sequence[Note] = ()
 
-    def nbytes(self, group: Sequence[Filled]) -> int:
+    def nbytes(self, group: Sequence[OutputModule]) -> int:
         """Return about how many bytes the differences of modules take, with both weights as they are stored."""
-        return sum(prod(filled.place.view.shape) for filled in group) * BYTES_ON_HOST
+        return sum(prod(output.place.view.shape) for output in group) * BYTES_ON_HOST
 
-    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+    def spectra(self, group: Sequence[OutputModule]) -> list[LayerSpectrum]:
         """Return the singular values of the matrices that changed, for the rule `size`."""
         return [*spectra(self._deltas(group), self.storage.dtype.itemsize, self.storage.noise)]
 
-    def _deltas(self, group: Sequence[Filled]) -> Iterator[tuple[str, Delta]]:
+    def _deltas(self, group: Sequence[OutputModule]) -> Iterator[tuple[str, Delta]]:
         """Yield label and difference of each matrix that changed."""
-        for pair in (self.pairs[id(filled.place)] for filled in group):
+        for pair in (self.pairs[id(output.place)] for output in group):
             matrix = not (pair.place.vector or pair.fresh)
             changed = difference(pair, *self.sides, self.job.compute_dtype) if matrix else None
             if changed is not None:
                 yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+    def modules(self, group: Sequence[OutputModule], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return what each module becomes, with its bytes in memory: () if it did not change or is not to be written,
         embeddings with the head that shares their weight. `ranks`: label → the rank that the rule `size` gave."""
-        batch = [self.pairs[id(filled.place)] for filled in group]
+        batch = [self.pairs[id(output.place)] for output in group]
         changed = differences(batch, *self.sides, self.job.compute_dtype)
         some = [c for c in changed if c is not None]
         with decomposing(batch[0].name):
@@ -448,12 +448,12 @@ class Extractor:
 
     def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[StoredModule | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
-        triples = [None] * len(differences) if alone else self.together(differences)
+        triples = [None] * len(differences) if alone else self.stack_triples(differences)
         return [
             self.tensors_of(difference, triples=known) for difference, known in zip(differences, triples, strict=True)
         ]
 
-    def together(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
+    def stack_triples(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
         """Return the singular triples of differences of one shape, which are decomposed at once; None for one that
         needs none."""
         differences = [f if f is not None and self._few_rows(f) is None else None for f in differences]

@@ -30,10 +30,10 @@ from ..parallel import PerThread
 from ..proof import (
     CHANGE_NUMBERS,
     REDO,
-    Changes,
+    ChangeRows,
     Comparison,
     Squares,
-    Stated,
+    StatedLoss,
     added,
     confirm,
     known,
@@ -104,7 +104,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
         comparisons = []
         for module, pair in pairs:
             (rows, cols), step = pair.place.view.matrix, _rows_at_once(pair, targets)
-            stated = Stated(module.layer.residual)
+            stated = StatedLoss(module.layer.residual)
             numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
             comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
         compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head
@@ -141,13 +141,13 @@ def _rows_at_once(pair: Pair, targets: Mapping[str, Target]) -> int:
     )
 
 
-def _values(view: WeightView, of: Recomputation) -> Changes:
+def _values(view: WeightView, of: Recomputation) -> ChangeRows:
     """Return a function of rows of a view that returns their stored numbers."""
     every = np.arange(view.matrix[0])
     return lambda rows: gathered(view, every[rows], of.values)
 
 
-def _change(view: WeightView, targets: Mapping[str, Target], again: Recomputation) -> Changes:
+def _change(view: WeightView, targets: Mapping[str, Target], again: Recomputation) -> ChangeRows:
     """Return a function of rows of a view that returns what the output adds to them."""
     every = np.arange(view.matrix[0])
 

@@ -136,12 +136,14 @@ def paired(
     Raises FitError for a parameter that only one of them has, or that has two shapes. `lenient`: name the
     latter, and parameters that only the tuned checkpoint has, in a note instead.
     """
+    # Step 1: the parameters of both, in the words of the dialect.
     here = [*places(base[1], to)]
     tuned_places = {_key(p): p for p in places(tuned[1], to)}
     every = {piece.key: p.component for p in (*tuned_places.values(), *here) for piece in p.view.row_slices}
     chosen.check(every, ABSENT)
     apart = separated(base, tuned, here, [*tuned_places.values()])
     twins = _twins(base) | _twins(tuned)
+    # Step 2: each parameter of the base with its counterpart.
     pairs, absent, left, notes, resized = list[Pair](), list[Place](), [], [], list[str]()
     for place in (*here, *(p.place for p in apart if p.head)):
         separate = next((p for p in apart if _key(p.place) == _key(place)), None)
@@ -164,6 +166,7 @@ def paired(
             resized.append(_expect_alike(place, view, lenient=lenient, other=other))
     if absent:
         raise _other_models(base, tuned, share=bool(pairs)) or _absent(absent, pairs)
+    # Step 3: the parameters that only the tuned checkpoint has.
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     new = added(extra, here) if to.whole else []
@@ -181,6 +184,7 @@ def paired(
     notes += [Note(f"{what}, left out: {listed(keys, 3)}") for what, keys in kinds.items() if keys]
     if left:
         notes.append(Note(f"{', '.join(sorted({*left}))} is left out; --include {min(left)} extracts it, too"))
+    # Step 4: the rows without a name in the dialect, and the shared head.
     rest = [p for p in _nameless(base, here) if prod(p.view.shape) and _compared(p, base[0]) and _taken(p, chosen)]
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:

@@ -31,7 +31,7 @@ from ...text import Note, listed, plural, shown
 from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect, stated_dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
-from ..groups import Filled, Place
+from ..groups import OutputModule, Place
 from ..job import AUTO, AUTO_FORMAT, FACTORS, FILE, OTHERS, SKIP, AdapterJob, adapter_job, algorithm_in, one_rank
 from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
@@ -222,7 +222,7 @@ def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunF
     forms = ((p.name, p.place.view.matrix, _form(extraction, p)) for p in pairs)
     notes = (*notes, *memory_note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
-    weights = weights_of(job, [Filled(pair.place, ()) for pair in pairs])
+    weights = weights_of(job, [OutputModule(pair.place, ()) for pair in pairs])
     return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, weights)
 
 
@@ -275,7 +275,7 @@ def _extracted_modules(
     at = places(job.inputs.device, "F32")[0]
     room = 0 if at.device.type == "cpu" else device_bytes(job.inputs.max_vram) // threads([at])
     groups = [
-        [Filled(pair.place, ()) for pair in batch]
+        [OutputModule(pair.place, ()) for pair in batch]
         for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
     ]
     chosen = [f"--{name}" for name in ("include", "exclude") if getattr(job, name)]

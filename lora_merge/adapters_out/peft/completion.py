@@ -57,7 +57,7 @@ def _factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype, rank: int =
     return stored_module(place, tensors, Layer(FACTORS, rank, 0, float(rank), 0.0, 0.0))
 
 
-def together(modules: Sequence[StoredModule], asked: Demands, to: Dialect, put: Heap | Draft) -> list[StoredModule]:
+def at_one_rank(modules: Sequence[StoredModule], asked: Demands, to: Dialect, put: Heap | Draft) -> list[StoredModule]:
     """Return the modules, those of a lower rank with zeros up to the largest of all, and with zeros where an expert of
     the same stack has factors. `put`: what keeps the bytes of an added one."""
     if not asked.rank:
@@ -123,7 +123,7 @@ def completed(
     if value is not None:
         added += [waiting(module, put) for module in magnitudes(modules, asked.magnitudes, to, value)]
         added += [waiting(_plain(p, f".{p.parameter}", as_value(p, value(p))), put) for p in asked.values]
-    return together([*modules, *added], asked, to, put)
+    return at_one_rank([*modules, *added], asked, to, put)
 
 
 def _plain(place: Place, ending: str, tensor: Tensor) -> StoredModule:

@@ -146,6 +146,7 @@ class PageContent:
         known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
         if len(weights) < 2 or not known:
             return
+        # Each weight has a cell: its block is the row, its kind of layer the column.
         at = grid_places({name: numbers.get("block", "") for name, numbers in weights.items()}, blocks)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
         cells: dict[tuple[int, int], list[str]] = {}

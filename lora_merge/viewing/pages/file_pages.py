@@ -50,6 +50,7 @@ SIMILARITY_METRICS: Final = (
 def file_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page about one file, or about an adapter on a base."""
     match = facts.get("match")
+    # Step 1: the summary and the verdict.
     page = PageContent("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
@@ -67,6 +68,7 @@ def file_page(facts: Values) -> dict[str, Any]:
         ),
         first=True,
     )
+    # Step 2: how it was trained.
     trained = facts.get("trained") or {}
     for word in trained.get("trigger_words") or ():
         page.chip("trigger words", word)
@@ -87,6 +89,7 @@ def file_page(facts: Values) -> dict[str, Any]:
             for name, row in facts.get("patterns", {}).items()
         ),
     )
+    # Step 3: its weights, its blocks, and how it fits.
     if numbers := facts.get("weights"):
         _changed(page, numbers)
     blocks = facts.get("blocks") or {}

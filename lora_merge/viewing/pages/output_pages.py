@@ -140,6 +140,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     from ...adapters_out.report import adapter_rows  # numpy
     from ...recipes.commands import COMMANDS
 
+    # Step 1: the summary and the verdict.
     command = COMMANDS.get((facts.get("recipe") or {}).get("command", ""))
     kind = f"{command.done.capitalize()} adapter" if command else "Adapter"
     page, every = PageContent(kind, Path(facts["output"]).name), facts["numbers"].get("all", {})
@@ -148,6 +149,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
         rows.append(line("verified", layers_recomputed(proof)))
     page.summary([*rows, *([] if proof else [NOT_VERIFIED])])
     page.verdict(*_written(facts, page.data["warnings"]))
+    # Step 2: the inputs.
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",
@@ -158,6 +160,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
         ),
         first=True,
     )
+    # Step 3: what it changes, in all, by block and by layer.
     before = {name: {**row, "rank_before": row.get("rank_before") or None} for name, row in facts["layers"].items()}
     known = _informative(LAYER_METRICS, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before,
@@ -170,6 +173,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in known)],
         ([name, layer.get("algorithm"), *(layer.get(m.key) for m in known)] for name, layer in before.items()),
     )
+    # Step 4: what can be done next.
     _commands(page, facts)
     page.recipe(facts.get("recipe"))
     return page.data

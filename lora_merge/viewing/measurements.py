@@ -1,4 +1,4 @@
-"""Numbers: norms, stable ranks and energies of ΔW, how much of a merge the base's dtype keeps, sizes of weights."""
+"""Norms, stable ranks and energies of ΔW, how much of a merge the base's dtype keeps, and sizes of weights."""
 
 from __future__ import annotations
 
