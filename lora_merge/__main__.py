@@ -26,11 +26,12 @@ def start() -> None:
         _quit(signal.SIGINT, None)
     import atexit
 
-    from .process import collect_rarely, ignore_signals
+    from .process import collect_rarely, ignore_signals, kept_objects
 
     collect_rarely()
-    from .cli.main import main
-    from .cli.stdio import SafeStream, open_descriptors
+    with kept_objects():
+        from .cli.main import main
+        from .cli.stdio import SafeStream, open_descriptors
 
     open_descriptors()
     sys.stdout = out = SafeStream(sys.stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -167,6 +166,8 @@ MANY_TIMES: Final = 10
 
 def percent(ratio: float, digits: int = 3) -> str:
     """Return a ratio in percent: "1.43 %", "199 %", "0.0000012 %"; "140 times" where it is large."""
+    from decimal import Decimal
+
     often = ratio >= MANY_TIMES
     number = f"{Decimal(f'{ratio if often else 100 * ratio:.{digits}g}'):f}"  # without an exponent
     return f"{number} {'times' if often else '%'}"

@@ -240,7 +240,7 @@ def check_room() -> None:
 
 def collect_rarely() -> None:
     """Run the garbage collector rarely: plans of 300 000 tensors have millions of objects, and all are in use."""
-    gc.set_threshold(10_000, 20, 50)
+    gc.set_threshold(100_000, 20, 50)
 
 
 @contextmanager

@@ -218,15 +218,24 @@ change of direction: Unicode's categories Cc, Cf, Zl and Zp, and what it calls i
 Source: unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt."""
 
 
-_ALL: Final = {
-    c: f"\\u{c:04x}" if c < 0x10000 else f"\\u{0xD7C0 + (c >> 10):04x}\\u{0xDC00 + (c & 0x3FF):04x}"  # two surrogates
-    for first, last in INVISIBLE
-    for c in range(first, last + 1)
-    if c != 0x09
-}
-CONTROLS: Final = {c: escape for c, escape in _ALL.items() if c not in (0x0A, 0x0D)}
-"""Hidden character → its JSON escape. Line feeds, which end our own lines, and carriage returns, which progress bars
-need, are not among them."""
+class _Escapes(dict[int, int | str]):
+    """Character → its JSON escape if it is hidden, else itself; each is computed when a text first has it."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__({ord(c): c for c in kept})
+
+    def __missing__(self, c: int) -> int | str:
+        # Beyond 16 bits JSON has two surrogates.
+        escape = f"\\u{c:04x}" if c < 0x10000 else f"\\u{0xD7C0 + (c >> 10):04x}\\u{0xDC00 + (c & 0x3FF):04x}"
+        self[c] = escape if any(first <= c <= last for first, last in INVISIBLE) else c
+        return self[c]
+
+
+CONTROLS: Final = _Escapes("\t\n\r")
+"""Those of texts of several lines: line feeds, which end our own lines, and carriage returns, which progress bars need,
+stay."""
+
+_ALL: Final = _Escapes("\t")
 
 
 def one_line(text: str) -> str:

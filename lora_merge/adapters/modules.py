@@ -128,6 +128,11 @@ class AdapterFile:
     ignored: Mapping[str, str]
     notes: tuple[Note, ...] = ()
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of its modules, in ascending order."""
+        return tuple(sorted({rank for m in self.modules if (rank := rank_of(m))}))
+
 
 @dataclass
 class _Group:

@@ -23,7 +23,7 @@ from ..files.checkpoint import Index
 from ..files.side_texts import SideText, side_texts
 from ..files.yaml_source import parse
 from ..text import Note, from_json, is_finite, listed, shown
-from .modules import SCALE_SLOTS, AdapterFile, Module, group, rank_of
+from .modules import SCALE_SLOTS, AdapterFile, Module, group
 from .peft.rules import ADAPTER_METADATA, UNTYPED, PeftRules, by_component, rules
 
 OTHER_ENTRIES: Final = (
@@ -110,6 +110,11 @@ class EntryTable:
         return "peft_type" in names or {"r", "lora_alpha"} <= names
 
     @property
+    def states_scale(self) -> bool:
+        """Whether an entry is an alpha or a scale."""
+        return any(meaning in (Meaning.ALPHA, Meaning.SCALE) for meaning, _, _ in self.read())
+
+    @property
     def describes(self) -> bool:
         """Whether it describes an adapter: by its names, or because it states a rank."""
         names = (self.file, self.level, *self.entries)
@@ -138,7 +143,7 @@ class Statement:
     """What the tables say about the scale of an adapter's modules."""
 
     numbers: Mapping[Meaning, Mapping[str, float]]  # place → number
-    file_ranks: tuple[int, ...]
+    file: AdapterFile
     root: bool = False
     dora: str = ""  # place of the entry that switches it on
     problem: MergeError | None = None  # an entry that cannot be used for a scale
@@ -174,11 +179,12 @@ class Statement:
             raise FitError("the adapter's alpha is stated as 0, and such an adapter changes nothing", where,
                            STATE_ALPHA.format("VALUE"))  # fmt: skip
         # It is stated for the rank of the tensors, of which there is one.
-        ranks, tensors = self.numbers[Meaning.RANK], listed(map(str, self.file_ranks))
-        if alphas and len(self.file_ranks) > 1:
+        ranks, of_tensors = self.numbers[Meaning.RANK], self.file.ranks
+        tensors = listed(map(str, of_tensors))
+        if alphas and len(of_tensors) > 1:
             raise InputError("one alpha is stated for modules of different ranks",
                              f"{where}; the tensors have ranks {tensors}", STATE_ALPHA.format(first))  # fmt: skip
-        if any((value,) != self.file_ranks for value in ranks.values()):
+        if any((value,) != of_tensors for value in ranks.values()):
             raise InputError("the rank that is stated with alpha is not the rank of the tensors",
                              f"{where}; {_listed(ranks)}; the tensors have {tensors}",
                              STATE_ALPHA.format(first))  # fmt: skip
@@ -215,20 +221,19 @@ def rules_of(file: AdapterFile) -> PeftRules:
 def statement(file: AdapterFile) -> Statement:
     """Return what the header of an adapter says about the scale of its modules, else the files next to it."""
     tables = [t for t in _tables(file) if t.damage or (t.entries and not (t.is_pefts and t.certain))]
-    ranks = tuple(sorted({rank for m in file.modules if (rank := rank_of(m))})) if tables else ()
-    header = _read([table for table in tables if table.header], ranks)
-    return header if header.settles else _read(tables, ranks)
+    header = _read([table for table in tables if table.header], file)
+    return header if header.settles else _read(tables, file)
 
 
 def side_file(index: Index) -> Path | None:
     """Return the JSON or YAML file next to an adapter that states the scale of its modules; None without one."""
-    sides = [] if "peft_type" in index.config else [side.path for side in side_texts(index)]
-    if not sides:
+    sides = [] if "peft_type" in index.config else [*side_texts(index)]
+    if not any(table.is_pefts or table.states_scale for side in sides for table in _of_side(side)):
         return None
     file = group(index)
     peft = rules_of(file)
     place = peft.fields.where if peft.aside or peft.components else statement(file).used
-    return next((path for path in sides if place == str(path) or place.startswith(f"{path}: ")), None)
+    return next((s.path for s in sides if place == str(s.path) or place.startswith(f"{s.path}: ")), None)
 
 
 def _lacks_alpha(file: AdapterFile) -> bool:
@@ -288,7 +293,7 @@ def _levels(value: Any, level: EntryTable, depth: int = 0) -> Iterator[EntryTabl
         yield from _levels(inner, of, depth + 1)
 
 
-def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statement:
+def _read(tables: Sequence[EntryTable], file: AdapterFile) -> Statement:
     """Return what the entries of these tables state together."""
     numbers: dict[Meaning, dict[str, float]] = {m: {} for m in (Meaning.ALPHA, Meaning.SCALE, Meaning.RANK)}
     switches: dict[Meaning, str] = {}
@@ -296,26 +301,25 @@ def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statemen
     variant: MergeError | None = None
     for table in tables:
         problem, entries = problem or table.damage, [*table.read()]
-        scales = any(meaning in (Meaning.ALPHA, Meaning.SCALE) for meaning, _, _ in entries)
         for meaning, key, value in entries:
             place = table.place + key
             if meaning in (Meaning.ROOT, Meaning.DORA):
                 switches.setdefault(meaning, place)
-            elif meaning is Meaning.RANK and (not scales or not is_finite(value)):
+            elif meaning is Meaning.RANK and (not table.states_scale or not is_finite(value)):
                 continue  # of another thing than the adapter
             elif meaning is Meaning.UNKNOWN and _words(key).isdisjoint(FACTOR_WORDS):
                 what = "an entry next to the adapter's tensors may mean a formula unknown to lora-merge"
                 variant = variant or InputError(what, f"{place} = {shown(value)}", REMOVE)
             elif meaning is Meaning.UNKNOWN or not is_finite(value) or not (table.describes and table.certain):
                 harmless = meaning is Meaning.UNKNOWN and value == 1  # a scale of 1 is that of no scale
-                problem = problem or (None if harmless else _refusal(table, key, value, file_ranks))
+                problem = problem or (None if harmless else _refusal(table, key, value, file))
             elif meaning in numbers:
                 numbers[meaning][place] = float(value)
     root, dora = (switches.get(kind, "") for kind in (Meaning.ROOT, Meaning.DORA))
-    return Statement(numbers, file_ranks, bool(root), dora, problem, variant)
+    return Statement(numbers, file, bool(root), dora, problem, variant)
 
 
-def _refusal(table: EntryTable, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
+def _refusal(table: EntryTable, key: str, value: Any, file: AdapterFile) -> InputError:
     """Return the error for an entry that may give the scale and is not used."""
     what = "an entry may give the adapter's scale, but its meaning is unknown"
     if not table.certain:
@@ -323,8 +327,8 @@ def _refusal(table: EntryTable, key: str, value: Any, file_ranks: tuple[int, ...
     elif key.rpartition(".")[2].lower() in ENTRY_MEANINGS and not is_finite(value):
         what = "the adapter's alpha is stated, but not as a finite number"
     fix = STATE_ALPHA.format("VALUE")
-    if is_finite(value) and len(file_ranks) == 1:
-        rank, factor = file_ranks[0], _words(key) & {"alpha", "alphas"}
+    if is_finite(value) and len(file.ranks) == 1:
+        rank, factor = file.ranks[0], _words(key) & {"alpha", "alphas"}
         other = "" if factor else f", if it multiplies the change, or {rank} if it does not"
         fix = STATE_ALPHA.format(f"{value if factor else value * rank:g}") + other
     return InputError(what, f"{table.place}{key} = {shown(value)}", fix)

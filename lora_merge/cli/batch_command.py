@@ -19,7 +19,6 @@ from ..options import OPTIONS
 from ..paths import expand
 from ..process import check_room
 from ..progress import unwatched
-from ..report import disk_rows
 from ..text import Lines, size
 from .argument_values import whole_number
 from .options import HTML, JSON_TENSORS, with_options
@@ -222,6 +221,8 @@ def _dry_run(planned: Batch, file: ReportFile | None, *, as_json: bool, quiet: b
 
 def _show_room(folder: Path, room: Room, *, quiet: bool) -> None:
     """Print the line about a disk, and a note if it has no room for the outputs."""
+    from ..report import disk_rows
+
     rows = [line("disk", f"{folder}: {size(room.needed)} needed, {size(room.free)} free"),
             *disk_rows(room.facts, str(folder))]  # fmt: skip
     (show_remarks if quiet else show_lines)(rows)

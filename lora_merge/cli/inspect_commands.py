@@ -12,7 +12,6 @@ from ..errors import FitError, InputError, MergeError, UsageError
 from ..options import OPTIONS, READING
 from ..paths import exists, expand
 from ..progress import unwatched
-from ..report import without_tensors
 from ..text import Lines, json_text
 from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
@@ -66,6 +65,7 @@ def inspect(
         parts(files[0], as_json=as_json)
         return
     from ..files.folder_layouts import several
+    from ..report import without_tensors
     from ..viewing.file_verdict import misplaced
 
     words = [*expanded(files)]
@@ -153,6 +153,7 @@ def compare(
 
     Compares models tensor by tensor, and the changes of adapters module by module.
     """
+    from ..report import without_tensors
     from ..viewing.compare import compare as look
 
     first, second = expand(completed(a)), expand(completed(b))

@@ -35,7 +35,6 @@ from .compat import (
     checked_output,
 )
 from .corrected_line import correct
-from .foreign_options import check_foreign_command, check_line
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -79,6 +78,8 @@ class Commands(TyperGroup):
                 self._suggest(args)
             args = [MERGE, *args]
         if args and args[0] in self.commands and not ctx.resilient_parsing:
+            from .foreign_options import check_line
+
             check_line(args[0], args[1:], self.commands)
             check_once(args[1:], self.commands[args[0]].params)
         take_text(self.get_params(ctx))
@@ -86,6 +87,8 @@ class Commands(TyperGroup):
 
     def _suggest(self, args: list[str]) -> None:
         """Raise UsageError for a first word that is neither file nor command, or for a command after its options."""
+        from .foreign_options import check_foreign_command
+
         word = next((a for a in args if a not in VALUELESS_OPTIONS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")

@@ -18,8 +18,6 @@ from ..facts import STYLES, Fact, aligned, line, strengths, times
 from ..paths import input_name, nearest, typed
 from ..process import kept_objects
 from ..progress import unwatched
-from ..report import Report, disk_rows, merge_rows
-from ..survival import ENOUGH, GRADES
 from ..text import Lines, escaped, json_text, one_line, plural, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
     from ..batch.run import Batch
     from ..planning.plan import Plan
     from ..progress import Progress
+    from ..report import Report
 
 NAME_COLUMNS: Final = 8
 """Columns of the names of facts in a pipe."""
@@ -127,9 +126,6 @@ SPARE: Final = ("format", "change", "input", "note", "undo", "triggers", "layers
 """Names of the rows of a panel in the order in which they are left out of one that is too long: -v and --json have
 them."""
 
-WARNING: Final = {row.style for row in GRADES if row.least < ENOUGH}
-"""Colours of rows that are as bad as a warning."""
-
 ROW_LINES: Final = {"warning": 2, "error": 2, "verified": 2}
 """Name of a row of a panel → lines of its value, where that is more than one."""
 
@@ -142,11 +138,14 @@ def show_closing(
 
     `whole`: with all rows, however many lines they take.
     """
+    from ..survival import ENOUGH, GRADES
+
     stream = sys.stderr if err else sys.stdout
     if not styled(stream):
         show_lines(rows, err=err)
         return
-    warned = any(row.name == "warning" or row.style in WARNING for row in rows)
+    warnings = {grade.style for grade in GRADES if grade.least < ENOUGH}
+    warned = any(row.name == "warning" or row.style in warnings for row in rows)
     style = "red" if failed else "yellow" if warned else "green"
     rows = rows if whole else fitted(rows, max(NARROW_COLUMNS, min(PANEL, columns(stream))))
     sign = mark("failed" if failed else "note" if warned else "done", stream)
@@ -346,6 +345,7 @@ def show_plan(plan: Plan, options: ReportOptions) -> None:
 def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions) -> None:
     """Print what a dry run reports below its plan: memory, disk, and whether the output exists."""
     from ..planning.plan import plan_rows
+    from ..report import disk_rows
 
     values = dry(plan)
     rows = [line("needs", _needs(values)), *disk_rows(values["disk"], values["output"])]
@@ -388,6 +388,7 @@ def dry(plan: Plan) -> dict[str, Any]:
 def show_merge(report: Report, plan: Plan, options: ReportOptions) -> None:
     """Print what was merged; plain lines leave out those of the plan."""
     from ..planning.plan import plan_rows
+    from ..report import merge_rows
 
     rows = [*merge_rows(vars(report), verbose=options.verbose)]
     if options.as_json:
@@ -479,6 +480,7 @@ class BatchDisplay:
 def _rows(job: JobReport) -> Iterator[Fact]:
     """Yield the rows of the report of a job that ran."""
     from ..adapters_out.report import adapter_rows
+    from ..report import Report, merge_rows
 
     if isinstance(job.report, Report):
         yield from merge_rows(vars(job.report))

@@ -12,7 +12,6 @@ from ..options import EVERY_VALUE, OPTIONS, READING
 from ..paths import expand, output_path
 from ..progress import unwatched
 from ..recipes.commands import COMMANDS
-from ..report import verify_rows, without_tensors
 from ..text import json_text
 from .adapter_commands import load_torch
 from .argument_values import named_adapter
@@ -90,6 +89,7 @@ def verify(
     Finds the inputs by their hashes, or takes the named ones.
     """
     from ..recipes.commands import command_of, proof_of
+    from ..report import verify_rows, without_tensors
 
     output, base = completed(output), base and completed(base)
     options.pop("cache")  # inputs have been looked up with it

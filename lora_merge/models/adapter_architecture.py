@@ -33,9 +33,12 @@ def architectures(modules: FlatModules) -> tuple[Architecture, ...]:
     return tuple(a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter))
 
 
-def named_so(modules: FlatModules) -> list[Architecture]:
+@lru_cache(maxsize=16)
+def named_so(modules: FlatModules) -> tuple[Architecture, ...]:
     """Return all architectures that the names fit, whatever the shapes."""
-    return [a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter if parsed(c)[2] is None)]
+    return tuple(
+        a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter if parsed(c)[2] is None)
+    )
 
 
 def variants(architecture: Architecture, modules: FlatModules) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from ..command import MERGE, Command, Request, Rows
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES
@@ -256,8 +256,7 @@ def command_of(output: Path) -> Command:
     return COMMANDS[name if isinstance(name, str) and name in COMMANDS else MERGE]
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """What writes an output a second time."""
 
     run: Callable[[Progress], Any]
