@@ -392,6 +392,14 @@ def expect_shapes(shapes: Shapes, want: Shapes) -> Shapes:
     return want
 
 
+def factor_pair(shapes: Shapes, rows: int, cols: int) -> dict[str, Shape]:
+    """Return the shapes of up (rows, r) and down (r, cols), the factors of a weight of this size."""
+    (out, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
+    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
+    expect(holds=(out, width) == (rows, cols), otherwise=f"up × down is {out}×{width}, the weight {rows}×{cols}")
+    return {"up": (out, rank), "down": (rank, width)}
+
+
 def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
     """Return the shapes of up (out, r) and down (r, cols), or nothing where the file has no such pair."""
     if "down" not in shapes and "up" not in shapes:
@@ -408,7 +416,7 @@ def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
 class AlphaOverRank:
     """The rule scale = α / r; the scale is 1 without an α, and for α = 0, which trainers read as α = r."""
 
-    rank: Callable[[Shapes], int]
+    rank: Callable[[Shapes], int] = lambda _: 0
     """(fitted shapes) → r, or 0 where only the adapter's configuration gives the scale."""
 
     def __call__(self, alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
@@ -421,8 +429,3 @@ class AlphaOverRank:
 def alpha_over(slot: str, axis: int = 0) -> AlphaOverRank:
     """Return the rule α / r, with r from an axis of a fitted slot."""
     return AlphaOverRank(lambda shapes: shapes[slot][axis])
-
-
-def alpha_by(rank: Callable[[Shapes], int] = lambda _: 0) -> AlphaOverRank:
-    """Return the rule α / r, with r computed from the fitted shapes; by default the configuration gives the scale."""
-    return AlphaOverRank(rank)

@@ -66,7 +66,7 @@ def fitted_shapes_bias(shapes: Shapes, target: Shape) -> Shapes:
     return fitted
 
 
-def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape]:
+def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> Shapes:
     """Return the shapes of one letter, a matrix of this size."""
     up, down = f"{name}_up", f"{name}_down"
     if name in shapes:
@@ -79,10 +79,7 @@ def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape
         return {name: known[stored]}
     expect(holds={up, down} <= shapes.keys(), otherwise=f"{name} is not complete")
     rank = shapes[up][-1] if shapes[up] else 0
-    want: dict[str, Shape] = {up: (size[0], rank), down: (rank, size[1])}
-    for slot, shape in want.items():
-        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
-    return want
+    return expect_shapes(shapes, {up: (size[0], rank), down: (rank, size[1])})
 
 
 def delta(base: Tensor, t: PeftGloraTensors) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect, flat
+from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +100,6 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 
 
 RANDLORA = Algorithm(
-    "randlora", RandTensors, fitted_shapes, delta, "arXiv:2502.00987", scalars_from=alpha_by(), derive=derive,
+    "randlora", RandTensors, fitted_shapes, delta, "arXiv:2502.00987", scalars_from=AlphaOverRank(), derive=derive,
     checks=Checks(SEEDED), scale_from_config=True,
 )  # fmt: skip

@@ -39,11 +39,11 @@ from .tensor_moves import (
     Placement,
     brought,
     cast_all,
+    castable,
     download,
     extremes,
     fit,
     holds,
-    rounded,
     upload,
 )
 from .tensors import codecs_on
@@ -249,7 +249,7 @@ class DeviceWindows:
             return NotAtOnce()
         # Cast the merged numbers into the bytes of the output.
         for batch, dtype in zip(folded, dtypes, strict=True):
-            new: Sequence[Tensor] = rounded(batch.work, dtype).split_with_sizes(batch.sizes)
+            new: Sequence[Tensor] = castable(batch.work, dtype).split_with_sizes(batch.sizes)
             drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
                 old = batch.work.split_with_sizes(batch.sizes)

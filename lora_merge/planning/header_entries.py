@@ -74,8 +74,7 @@ def final_headers(
     `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order. `sums`: for every file the entry with
     the sums of its codes.
     """
-    adapters = [m.adapter.index for m in plan.adapters]
-    written = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
+    written = entries(plan.job, plan.base, plan.adapters, digests)
     for file, of_merge, of_sums in islice(zip(plan.files, written, sums, strict=True), first, None):
         header = with_metadata(file.header, {**file.entries, **of_merge, **of_sums})
         yield sealed(header) if SEAL in of_merge else header

@@ -66,8 +66,8 @@ def _files(matched: Matches, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
         by_file[path].append(target)
     container.check_tensors(t for targets in by_file.values() for t in targets)
     # Its header, with blanks for what is known after the merge: digests of the inputs, sums of codes.
-    adapters = [m.adapter.index for m in matched.adapters]
-    by_merge = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
+    digests = blanks(base, [m.adapter.index for m in matched.adapters])
+    by_merge = entries(job, base, matched.adapters, digests)
     files = []
     coded = summed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):

@@ -160,8 +160,7 @@ def _own_entries(plan: Plan, file: OutputFile, stored: Mapping[str, str]) -> Map
     digests = [*of_base, *chain.from_iterable(others)]
     if len(digests) != len(plan.inputs):
         return {}
-    adapters = [m.adapter.index for m in plan.adapters]
-    headers = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
+    headers = entries(plan.job, plan.base, plan.adapters, digests)
     return {key: text for key, text in next(islice(headers, number, None)).items() if key != SEAL}
 
 
