@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
 from ...row_ranges import RowNumbers
-from ...safe_regex import Refused
+from ...safe_regex import Refused, Steps
 from ...text import beginning
-from .module_patterns import Ends, Indexes
+from .module_patterns import Ends
+
+T = TypeVar("T")
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
@@ -89,7 +91,10 @@ class PeftConfig:
     where: str
     inside: str = ""
     """Prefix of the file's names before the path that the configuration uses, such as `transformer.`."""
-    indexes: Indexes = field(default_factory=Indexes, compare=False, repr=False)
+    steps: Steps = field(default_factory=Steps, compare=False, repr=False)
+    """The number of steps that its regular expressions may still take."""
+    _indexes: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """Index of a list or a table, which is made on first use: many modules ask for one."""
 
     def get(self, name: str) -> Any:
         """Return the value as it is; None where absent."""
@@ -127,9 +132,16 @@ class PeftConfig:
             raise self.wrong_type(name, "a list of strings")
         return tuple(value)
 
+    def index(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return the index of this key; `make` is called once."""
+        if key not in self._indexes:
+            self._indexes[key] = make()
+        index: T = self._indexes[key]
+        return index
+
     def is_end(self, name: str, text: str, before: str = "") -> bool:
         """Return whether a text ends with `before` and one of the strings of a list, which may be long."""
-        ends, lengths = self.indexes.get(("ends", name, before), lambda: self._ends(name, before))
+        ends, lengths = self.index(("ends", name, before), lambda: self._ends(name, before))
         return any(text[len(text) - n :] in ends for n in takewhile(len(text).__ge__, lengths))
 
     def _ends(self, name: str, before: str) -> tuple[frozenset[str], list[int]]:
@@ -139,7 +151,7 @@ class PeftConfig:
 
     def indices(self, name: str, value: object) -> RowNumbers:
         """Return a list of row numbers, each once. All modules may use one list, which is checked once."""
-        return self.indexes.get(("rows", id(value)), lambda: self._rows(name, value))
+        return self.index(("rows", id(value)), lambda: self._rows(name, value))
 
     def _rows(self, name: str, value: object) -> RowNumbers:
         rows: list[Any] = value if isinstance(value, list) else [None]
@@ -155,7 +167,7 @@ class PeftConfig:
             return default
         patterns = self._patterns(name)
         with self._refusing(name):
-            key = patterns.first(self._path(module), self.indexes.steps)
+            key = patterns.first(self._path(module), self.steps)
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
     def _patterns(self, name: str) -> Ends:
@@ -167,17 +179,17 @@ class PeftConfig:
                 raise self.wrong_type(name, "an object")
             return Ends(table)
 
-        return self.indexes.get(("patterns", name), make)
+        return self.index(("patterns", name), make)
 
     def is_ambiguous(self, name: str, module: str) -> bool:
         """Return whether several keys of a pattern field match the module and have different values.
 
         False for a field that `pattern` was not called for yet.
         """
-        if ("patterns", name) not in self.indexes:
+        if ("patterns", name) not in self._indexes:
             return False
         try:
-            keys = self._patterns(name).every(self._path(module), self.indexes.steps)
+            keys = self._patterns(name).every(self._path(module), self.steps)
         except Refused:  # by a pattern that the merge does not need
             return False
         return any(self.values[name][key] != self.values[name][keys[0]] for key in keys)
@@ -185,9 +197,8 @@ class PeftConfig:
     def matches(self, expression: str, module: str, name: str) -> bool:
         """Return whether the regular expression in field `name` matches the whole of the module's path."""
         with self._refusing(name):
-            steps = self.indexes.steps
-            steps.allow()
-            return steps.pattern(expression, WHOLE_NAME).matches(self._path(module), steps)
+            self.steps.allow()
+            return self.steps.pattern(expression, WHOLE_NAME).matches(self._path(module), self.steps)
 
     def _path(self, module: str) -> str:
         return module.removeprefix(self.inside).removesuffix(".default")  # see suffixes.REWRITES

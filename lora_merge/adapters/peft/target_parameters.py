@@ -86,7 +86,7 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     if not fields.get(TARGET_PARAMETERS):
         return ()
     # The parameters whose module's name is an end of this path, in the order of the configuration.
-    named, loose = fields.indexes.get((TARGET_PARAMETERS,), lambda: _by_owner(fields))
+    named, loose = fields.index((TARGET_PARAMETERS,), lambda: _by_owner(fields))
     path = bare(module)
     owner = path.replace(WRAPPER, "")
     starts = (0, *(at + 1 for at, char in enumerate(owner) if char == "."))
