@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r is 0 where pruning left no rank."""
+    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r is 0 if pruning left no rank."""
     (out, cols), rank = flat(target), flat(shapes["down"])[0]
     return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
 

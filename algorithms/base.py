@@ -185,7 +185,7 @@ class Algorithm:
     """Required slots that a file may hold once for all modules."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Slot that no file stores → parameter of the same module. The slot gets the base's values of that parameter,
-    [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None where the
+    [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None if the
     base does not have it."""
     value: str = ""
     """The optional slot for the trained value of the parameter, where an adapter stores that value with the tensors
@@ -204,7 +204,7 @@ class Algorithm:
     low_rank: Factorisation | None = None
     """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
     weight_shape: Callable[[Shapes], Shape | None] | None = None
-    """(stored shape of each slot) → shape of the weight; None where the slots do not show it. Ask `shown_shape`."""
+    """(stored shape of each slot) → shape of the weight; None if the slots do not show it. Ask `shown_shape`."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → slots that the file does not store, such as indices drawn
     from a seed; CPU tensors without n."""
@@ -268,7 +268,7 @@ class Algorithm:
         return bool(self.without_start)
 
     def shown_shape(self, stored: Shapes) -> Shape | None:
-        """Return the shape of the weight as the stored shapes show it; None where they do not, or a tensor has fewer
+        """Return the shape of the weight as the stored shapes show it; None if they do not, or a tensor has fewer
         axes than the formula needs."""
         try:
             return self.weight_shape(stored) if self.weight_shape is not None else None
@@ -401,7 +401,7 @@ def factor_pair(shapes: Shapes, rows: int, cols: int) -> dict[str, Shape]:
 
 
 def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
-    """Return the shapes of up (out, r) and down (r, cols), or nothing where the file has no such pair."""
+    """Return the shapes of up (out, r) and down (r, cols), or nothing if the file has no such pair."""
     if "down" not in shapes and "up" not in shapes:
         return {}
     (out, cols), down, up = flat(target), shapes.get("down", ()), shapes.get("up", ())
@@ -417,7 +417,7 @@ class AlphaOverRank:
     """The rule scale = α / r; the scale is 1 without an α, and for α = 0, which trainers read as α = r."""
 
     rank: Callable[[Shapes], int] = lambda _: 0
-    """(fitted shapes) → r, or 0 where only the adapter's configuration gives the scale."""
+    """(fitted shapes) → r, or 0 if only the adapter's configuration gives the scale."""
 
     def __call__(self, alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
         """Return {"scale": α / r}; raise DoesNotFit if α is NaN or infinite."""

@@ -155,7 +155,7 @@ class Statement:
         return bool(self.used or self.problem)
 
     def alpha(self, rank: int) -> float | None:
-        """Return α for a module of this rank; None where none is stated.
+        """Return α for a module of this rank; None if none is stated.
 
         InputError or FitError, with the setting that answers, where the tables do not settle it.
         """

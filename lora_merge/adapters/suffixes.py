@@ -197,7 +197,7 @@ _FIRST: Final = {ending.split(".")[1] for ending in _BY_ENDING}
 
 
 def split(key: str) -> tuple[str, Suffix] | None:
-    """Return ("unet.q", row) for "unet.q.lora_up.weight"; None where no row fits, which matching reports."""
+    """Return ("unet.q", row) for "unet.q.lora_up.weight"; None if no row fits, which matching reports."""
     if _SIGNS.search(key):
         key = _rewritten(key)
     head, *tail = key.rsplit(".", MOST_ENDING_PARTS)

@@ -186,7 +186,7 @@ def remove_stale(folder: Path) -> None:
 
 @contextmanager
 def _idle(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file or folder in the block; yield False where another process has it, True without a file."""
+    """Hold the lock of a file or folder in the block; yield False if another process has it, True without a file."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)) if os.path.lexists(path) else -1
     try:
         yield fd < 0 or bool(try_lock(fd))

@@ -190,7 +190,7 @@ def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tens
 
 
 def _error(stored: Tensor, merged: Tensor, change: Tensor) -> Tensor:
-    """Return by how much stored numbers are off; 0 where a change leaves them as they are."""
+    """Return by how much stored numbers are off; 0 if a change leaves them as they are."""
     return (stored - merged).masked_fill_(change == 0, 0.0)
 
 

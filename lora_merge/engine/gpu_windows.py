@@ -67,7 +67,7 @@ class RegisteredBuffers:
     def has(self, buffer: Buffer, device: torch.device) -> bool:
         """Return whether the device can use a buffer itself; registers it, and again after it has grown.
 
-        False where that fails, as it does under a limit on locked memory; no other buffer is tried then.
+        False if that fails, as it does under a limit on locked memory; no other buffer is tried then.
         """
         memory = buffer.memory
         with self._lock:

@@ -222,7 +222,7 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
 
 
 def _measured(written: WrittenOutput) -> Sequence[Measure]:
-    """Return what the merge measured of each adapter's change; nothing where the output holds what was computed, digit
+    """Return what the merge measured of each adapter's change; nothing if the output holds what was computed, digit
     by digit: what the computation itself has lost is not seen then."""
     plan, computed = written.plan, ITEM_BYTES[COMPUTE_DTYPES[written.plan.job.compute_dtype]]
     changed = [t.packing.encoding for f in plan.files for t in f.targets if t.uses]

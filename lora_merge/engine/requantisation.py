@@ -79,7 +79,7 @@ def _decoded(packing: Packing, first: int, count: int, old: Mapping[str, Tensor]
 def _encoded(
     target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    """Return the stored parts of some numbers: the base's, and those of the merged values; None where no part covers
+    """Return the stored parts of some numbers: the base's, and those of the merged values; None if no part covers
     them."""
     packing, count = target.packing, values.numel()
     afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind

@@ -285,7 +285,7 @@ def fits(old: torch.dtype, new: torch.dtype) -> bool:
 
 
 def odd(tensor: Tensor) -> bool:
-    """Return whether a number may have been too large for its dtype; never False where one was.
+    """Return whether a number may have been too large for its dtype; never False if one was.
 
     Looks at bits alone. A sum shows NaN and infinity at a fortieth of what isfinite() costs on a CPU; where it
     overflows by itself, the largest bits decide, at a tenth.

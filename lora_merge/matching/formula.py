@@ -217,7 +217,7 @@ class CandidateRows(NamedTuple):
     """The rows of ALGORITHMS for one module that are left before shapes and numbers are looked at."""
 
     names: Sequence[str]
-    selected: str | None  # the row that the PEFT configuration selects; None where it selects none
+    selected: str | None  # the row that the PEFT configuration selects; None if it selects none
 
 
 class FormulaChoice(NamedTuple):

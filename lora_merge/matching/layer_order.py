@@ -116,7 +116,7 @@ def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str
 
 
 def _before_number(path: str) -> str:
-    """Return the start of a path before the first number; "" where it has none."""
+    """Return the start of a path before the first number; "" if it has none."""
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0]]) or "." if numbers else ""
@@ -180,7 +180,7 @@ def _width(module: Module) -> int:
 
 
 def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]] | None:
-    """Return kind → its layers by number; None where this depends on an order that the paths do not have."""
+    """Return kind → its layers by number; None if this depends on an order that the paths do not have."""
     numbered: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     unordered = set()

@@ -236,7 +236,7 @@ class ModulePlacer:
             self._place_bias(module, patch)
 
     def _find_or_create(self, module: Module) -> WeightView | None:
-        """Return the parameter of a module, or its new bias; None where it has no place, and the reason is recorded."""
+        """Return the parameter of a module, or its new bias; None if it has no place, and the reason is recorded."""
         try:
             view = self.finder.find(module)
         except ShapeMismatch as e:
@@ -278,7 +278,7 @@ class ModulePlacer:
         return larger
 
     def _patch(self, module: Module, view: WeightView) -> Patch | None:
-        """Return the patch of a module; None where no formula fits, which is recorded."""
+        """Return the patch of a module; None if no formula fits, which is recorded."""
         try:
             near = self.finder.near(module, self.context.rules.relatives.get(module.name, ()))
             choice = choose(*as_rows(module, view), self.context, near)
@@ -349,7 +349,7 @@ class ModulePlacer:
         return True
 
     def _new_bias(self, module: Module) -> WeightView | None:
-        """Return a new bias of zeros for a layer without one; None where none can be created."""
+        """Return a new bias of zeros for a layer without one; None if none can be created."""
         if any(ALGORITHMS[name].reads_base for name in module.complete):
             return None  # the formula changes an existing bias
         weight = self.finder.look(module.name, "weight")

@@ -70,7 +70,7 @@ class AdapterPair:
 
     @property
     def new_weight(self) -> WeightView | None:
-        """The new tensor of the head; None where it can have none."""
+        """The new tensor of the head; None if it can have none."""
         return whole(self.weight, self.new_tensors[self.weight].shape) if self.new_tensors else None
 
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:

@@ -54,7 +54,7 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
 def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
     """Return whether the module adds zeros to a tensor of whole numbers, such as a counter, or to an absent one.
 
-    `base`: the base's tensor; None where it has none."""
+    `base`: the base's tensor; None if it has none."""
     info = module.slots.get("diff")
     if info is None or (base is not None and base.dtype not in WHOLE_DTYPES):
         return False

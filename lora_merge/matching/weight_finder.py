@@ -189,7 +189,7 @@ class WeightFinder:
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
     def dtype(self, module: Module) -> str:
-        """Return the dtype of a module's weight in the base; "" where it has none."""
+        """Return the dtype of a module's weight in the base; "" if it has none."""
         view = self.named(module.name, "weight")
         return self.base[view.row_slices[0].key].dtype if view is not None else ""
 

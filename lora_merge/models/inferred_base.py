@@ -248,7 +248,7 @@ def _check_last(component: Component, table: RowTable) -> None:
 
 def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mapping[str, Name], Mapping[str, Name]]:
     """Return for each adapter module → name, so that modules of one weight have one name. `a`, `b`: module → the shape
-    of its weight, () where it is not known.
+    of its weight, () if it is not known.
 
     The names are the adapters' own, flat and without prefixes, if that pairs all modules. Otherwise they are those of
     the model that both adapters are made for, if it is known and more modules pair by them.
@@ -268,7 +268,7 @@ def plain(name: str) -> Name:
 
 
 def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
-    """Return module → name in the words of the architecture's file; {} where the model is unknown."""
+    """Return module → name in the words of the architecture's file; {} if the model is unknown."""
     parameters = [InferredParameter(name, "weight", shape) for name, shape in modules.items()]
     if not all(modules.values()):
         return {}
@@ -282,7 +282,7 @@ def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
 
 
 def _named(parameters: Sequence[InferredParameter], architecture: Architecture) -> dict[str, Name] | None:
-    """Return module → name in the words of an architecture; None where it is another one."""
+    """Return module → name in the words of an architecture; None if it is another one."""
     try:
         parts = assumed(parameters, architecture)
     except OtherModel:

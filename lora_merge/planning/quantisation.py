@@ -273,7 +273,7 @@ def precise(name: str) -> bool:
 
 
 def _blocks_of(base: Index, kind: str) -> Callable[[StoredTensor], NewWeight | None]:
-    """Return the function that returns a weight as blocks of ggml, or None where it does not fill them."""
+    """Return the function that returns a weight as blocks of ggml, or None if it does not fill them."""
     file = None if base.gguf is not None else diffusion_file(base.tensors)
 
     def make(info: StoredTensor) -> NewWeight | None:

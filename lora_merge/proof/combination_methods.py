@@ -74,7 +74,7 @@ class ReferenceRows:
 
     @cached_property
     def largest(self) -> float:
-        """The largest magnitude; 0 where there is no number."""
+        """The largest magnitude; 0 if there is no number."""
         return max((float(np.abs(block).max(initial=0.0)) for _, block in self.blocks()), default=0.0)
 
 
@@ -140,7 +140,7 @@ class RowChanges:
 
     @property
     def uses(self) -> Sequence[PatchPart]:
-        """All changes of the tensor where adapters act in turn; () where differences are added."""
+        """All changes of the tensor where adapters act in turn; () if differences are added."""
         return self.target.combination.uses.get(self.key, ())
 
 

@@ -296,7 +296,7 @@ class Recomputation:
 
     def _change(self, part: PatchRows, rows: Array, cache: RowChanges) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
-        None where none changes."""
+        None if none changes."""
         at, rows_of = part.find(rows)
         if not len(rows_of):
             return None

@@ -97,7 +97,7 @@ class PeftConfig:
     """Index of a list or a table, which is made on first use: many modules ask for one."""
 
     def get(self, name: str) -> Any:
-        """Return the value as it is; None where absent."""
+        """Return the value as it is; None if absent."""
         return self.values.get(name)
 
     def number(self, name: str, default: float) -> float:
@@ -126,7 +126,7 @@ class PeftConfig:
         return default if value is None else value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings; empty where absent."""
+        """Return a list of strings; empty if absent."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise self.wrong_type(name, "a list of strings")
@@ -213,7 +213,7 @@ class PeftConfig:
             raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
 
     def version(self, default: str = "") -> tuple[int, ...]:
-        """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () where the field is absent."""
+        """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () if the field is absent."""
         release = VERSION_NUMBER.match(self.text("peft_version", default))
         return tuple(int(part) for part in release.groups() if part) if release else ()
 

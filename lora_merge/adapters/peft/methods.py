@@ -114,7 +114,7 @@ def no_rank(_: str, __: Shapes) -> int:
 
 
 def stored_rank(row: str, shapes: Shapes) -> int:
-    """Return the rank of a row's tensors; 0 where the scale uses the configured rank.
+    """Return the rank of a row's tensors; 0 if the scale uses the configured rank.
 
     Factors that start in the base (PiSSA) have at most the rank of the weight, but PEFT scales them by the configured
     rank (0.21.2, `pissa_init`).
@@ -141,7 +141,7 @@ def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_ra
 
 
 def rank_doubt(fields: PeftConfig, row: str, module: str, shapes: Shapes) -> Note | None:
-    """Return the remark on tensors whose rank is not the configured one; None where the two are equal."""
+    """Return the remark on tensors whose rank is not the configured one; None if the two are equal."""
     rank = stored_rank(row, shapes)
     if not rank or fields.get("r") is None or _shares(fields, module):
         return None
@@ -218,7 +218,7 @@ def limit(name: str, default: float, switch: str) -> Callable[[PeftConfig], floa
 
 
 def mlx_scale(fields: PeftConfig) -> float | None:
-    """Return mlx-lm's `scale`; None where `alpha` differs from the rank, so that the user must state the scale. Early
+    """Return mlx-lm's `scale`; None if `alpha` differs from the rank, so that the user must state the scale. Early
     versions multiplied the scale by alpha / rank, later ones ignore alpha (mlx-lm, tuner/lora.py)."""
     table = fields.get("lora_parameters")
     if not isinstance(table, dict):
@@ -242,7 +242,7 @@ class PeftMethod:
     suffixes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Ending of a key → slot in all rows, or (slot, row, …) for these rows alone. Keys may hold an adapter's name."""
     scale: Scale | None = None
-    """The scale in all rows; None where the rows have no scale or compute it themselves."""
+    """The scale in all rows; None if the rows have no scale or compute it themselves."""
     settings: Mapping[str, Callable[[PeftConfig], object]] = field(default_factory=dict)
     """Setting → its reader; rows without the setting ignore it."""
     counts: Mapping[str, Count] = field(default_factory=dict)  # by row

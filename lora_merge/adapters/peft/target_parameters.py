@@ -157,7 +157,7 @@ def _in_out(fields: PeftConfig, model: str) -> bool | None:
 
 
 def _trained_class(fields: PeftConfig) -> str:
-    """Return the class of the model that PEFT wrapped; "" where the configuration has a task type instead."""
+    """Return the class of the model that PEFT wrapped; "" if the configuration has a task type instead."""
     mapping = fields.get("auto_mapping")
     return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 

@@ -253,7 +253,7 @@ def fp4(
     divided: bool = False,
     new_scales: bool = False,
 ) -> Packing | None:
-    """Return how a weight is stored as e2m1 codes; None where dtypes and shapes do not go together.
+    """Return how a weight is stored as e2m1 codes; None if dtypes and shapes do not go together.
 
     With a scale of the whole weight, or with `fp8_scales`, it is nvfp4, else mxfp4.
     """

@@ -79,7 +79,7 @@ class ScaledCodes(Encoding):
 
     @property
     def common(self) -> str:
-        """Role of the scale of the whole weight; "" where new numbers may need another."""
+        """Role of the scale of the whole weight; "" if new numbers may need another."""
         return "" if self.block[0] or self.new_scales else SCALE
 
     def factor_of(self, parts: PartNumbers) -> float:
@@ -312,7 +312,7 @@ class ScaledCodes(Encoding):
 
 
 def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
-    """Return how a weight is stored as codes and scales; None where their dtypes and shapes do not go together."""
+    """Return how a weight is stored as codes and scales; None if their dtypes and shapes do not go together."""
     shape, size = of.codes.shape, prod(of.scale.shape)
     settings |= {"dtype": of.codes.dtype, "kind": of.kind, "label": of.label}
     if of.codes.dtype not in CODE_DTYPES or not of.kind or not prod(shape) or len(shape) < 2:

@@ -90,7 +90,7 @@ def _fits_below(s: Stored, shape: Shape) -> bool:
 
 
 def _started(kind: str, numbers: ModuleScales, stem: str) -> str | None:
-    """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None where only the plan knows."""
+    """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None if only the plan knows."""
     config = numbers.config(stem)
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
     if bool(config.get("use_bdlora")) != (kind == "bdlora") or kasa != (kind == "kasa"):
@@ -126,7 +126,7 @@ def variant(group: Group, numbers: ModuleScales) -> str:
 
 
 def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
-    """Return the row of ALGORITHMS for a weight of this shape; None where two rows fit the shapes, or the
+    """Return the row of ALGORITHMS for a weight of this shape; None if two rows fit the shapes, or the
     configuration is that of another method."""
     kind, stated = group.kind, numbers.method(group.stem)
     if kind in METHOD_ROWS:
@@ -154,7 +154,7 @@ def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
 
 
 def _glora(s: Stored, shape: Shape) -> str | None:
-    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None where both fit."""
+    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None if both fit."""
     rank = min(s["a1"][:2])
     if max(rank, 1) >= min(shape[:2]) or s["a1"][0] == s["a1"][1]:
         return None
@@ -162,7 +162,7 @@ def _glora(s: Stored, shape: Shape) -> str | None:
 
 
 def square_experts(config: Mapping[str, Any], model: str) -> str | None:
-    """Return the row for experts whose sides are equal; None where only the plan knows. `model`: the base's type.
+    """Return the row for experts whose sides are equal; None if only the plan knows. `model`: the base's type.
 
     PEFT takes a stored weight for [out, in] since 0.19.1, unless the class of the experts says that it is [in, out].
     """

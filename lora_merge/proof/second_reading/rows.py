@@ -119,7 +119,7 @@ class Network:
     """One of the networks of a base."""
 
     prefix: str
-    label: str  # denoiser, te, te1, te2, te3, vae; "" where that is not known
+    label: str  # denoiser, te, te1, te2, te3, vae; "" if that is not known
     called: tuple[str, ...]  # networks of NETWORK_PREFIXES that may mean this one
     shapes: Mapping[str, Shape]  # names without the prefix
 
@@ -176,7 +176,7 @@ class Network:
         return names
 
     def parts(self, key: str) -> tuple[int, ...]:
-        """Return the number of rows of each part of a stored weight; () where no layout gives it parts."""
+        """Return the number of rows of each part of a stored weight; () if no layout gives it parts."""
         module = key[len(self.prefix) :].removesuffix(".weight")
         cut = self._cuts.get(module)
         return heights(cut.split, cut.parts, self.shapes[f"{module}.weight"]) if cut else ()
@@ -314,7 +314,7 @@ class Networks:
         return any(called in network.called for network in self.networks)
 
     def parts(self, place: WeightPlace) -> tuple[int, ...]:
-        """Return the number of rows of each part of a place that is one whole tensor; () where none is known."""
+        """Return the number of rows of each part of a place that is one whole tensor; () if none is known."""
         key = place.rows[0].key
         network = next(n for n in self.networks if key.startswith(n.prefix) and key[len(n.prefix) :] in n.shapes)
         sizes = network.parts(key)
