@@ -3,7 +3,7 @@ tuners/glora/layer.py.
 
 Only the name is that of LyCORIS' GLoRA: here A is multiplied with W element by element. Each letter is a product of two
 factors, or one tensor: a vector, a number, or zeros in the shape of the whole. PEFT stores the zeros and loads them, so
-they are read like other values. A layer without a bias has zeros for C, D and E, which are not read. Where the bias was
+they are read like other values. A layer without a bias has zeros for C, D and E, which are not read. If the bias was
 trained too (`bias`), the adapter stores the trained bias, which then takes the place of b on the right.
 """
 

@@ -2,11 +2,11 @@
 
 With the smaller side s and the larger side l of the weight and N = ⌈s / r⌉ bases: A' = rows (k, i)
 of λ[k, i] · A[k, i, :s] · γ[i, :], B' = columns (i, k) of B[:l, i, k], and ΔW = g · B' A', or its
-transpose where the inputs are the larger side. The orders (k, i) and (i, k) differ, as in PEFT
+transpose if the inputs are the larger side. The orders (k, i) and (i, k) differ, as in PEFT
 tuners/randlora/layer.py.
 
 The bases are stored, or drawn again from `projection_prng_key` on the CPU as in PEFT (model.py): in bf16,
-or as −1, 0 and 1 where they are sparse, and divided by their standard deviation."""
+or as −1, 0 and 1 if they are sparse, and divided by their standard deviation."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SuperTensors:
 
     values: Tensor  # [n, m]
     scale: Scalar  # α / r
-    places: Indices | None = None  # [n, m]; where not stored, the positions of the m largest weights
+    places: Indices | None = None  # [n, m]; if not stored, the positions of the m largest weights
     up: Tensor | None = None  # [n, out, r]
     down: Tensor | None = None  # [n, r, cols]
     top: bool = True  # `select_top`: the largest weights, not the smallest

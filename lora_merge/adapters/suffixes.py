@@ -98,7 +98,7 @@ class Suffix:
     ending: str
     """End of the key, from a dot on."""
     slot: str
-    """Field of the algorithm's tensors dataclass, or one of SHARED_SLOTS where `algorithms` is ANY."""
+    """Field of the algorithm's tensors dataclass, or one of SHARED_SLOTS if `algorithms` is ANY."""
     algorithms: tuple[str, ...]
     """Names in ALGORITHMS that have this slot."""
     parameter: str = "weight"

@@ -51,7 +51,7 @@ def made_for(index: Index, modules: Mapping[str, Shape]) -> tuple[Sequence[Archi
 
 
 def stated_model(index: Index) -> tuple[str, str]:
-    """Return the title of the model that metadata name, and the entry; ("", "") where they name none that is known."""
+    """Return the title of the model that metadata name, and the entry; ("", "") if they name none that is known."""
     for name in STATED:
         if title := _titled(_text(index, name)):
             return title, name

@@ -8,7 +8,7 @@ systems report success for what they did not do. After each call that gives a na
 
 A temporary file or folder is called `.<name>.<12 hex digits>.lora-merge.part`. Each run holds a lock on its own: the
 next run removes the unlocked ones, which killed runs left, and keeps the locked ones. On Windows no other process can
-write to a locked file, and folders cannot be locked: there the run locks an empty file, `<temporary name>.lock`. Where
+write to a locked file, and folders cannot be locked: there the run locks an empty file, `<temporary name>.lock`. If
 two names cannot be swapped, a replaced folder is called `<temporary name>.old` for a moment; if the run is killed in
 that moment, the next run gives the folder its name back.
 """
@@ -113,7 +113,7 @@ def _make(part: Path, *, folder: bool, mode: int) -> None:
 
 
 def release(part: Path, lock: int) -> None:
-    """Give up the lock of a temporary file. Where the lock is a file of its own, remove it if the others are gone."""
+    """Give up the lock of a temporary file. If the lock is a file of its own, remove it if the others are gone."""
     if lock >= 0:
         with suppress(OSError):
             os.close(lock)
@@ -384,7 +384,7 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
     """Rename `part` to `target` and sync the folder. Without `overwrite`, raise if `target` exists by now.
 
     Returns the new name of the old output, which the caller removes, or None. If that sync fails, the
-    rename is undone and the old output has its name again. Where the file system can neither swap nor link names, the
+    rename is undone and the old output has its name again. If the file system can neither swap nor link names, the
     old file is lost at that point, and the new one stays.
     """
     old: Path | None = None
@@ -451,7 +451,7 @@ def _undo(old: Path, target: Path, part: Path) -> None:
 
 def _publish_new(part: Path, target: Path) -> None:
     try:
-        _give(partial(os.link, part), part, target)  # unlike a rename, it fails where the name is taken
+        _give(partial(os.link, part), part, target)  # unlike a rename, it fails if the name is taken
     except FileExistsError as e:
         raise appeared(str(target)) from e
     except OSError as e:  # no links on this file system (exFAT, some networks)

@@ -1,6 +1,6 @@
-"""Measures changes outside of a fold: by their factors, or where an adapter stores a tensor whole.
+"""Measures changes outside of a fold: by their factors, or if an adapter stores a tensor whole.
 
-Norms of ΔW follow from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ). Where a
+Norms of ΔW follow from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ). If a
 stored tensor V takes the place of the base's W, V − W is the change.
 """
 
@@ -48,7 +48,7 @@ class Replacement(NamedTuple):
     """An output tensor that is an adapter's own, and what the base has in its place."""
 
     target: OutputTensor
-    before: Weight  # of the base; all padding where it has nothing
+    before: Weight  # of the base; all padding if it has nothing
     adapter: int
 
 

@@ -54,7 +54,7 @@ class AdaptersOnDevice:
         self._tensors.clear()
 
     def _uploaded_at(self, lane: DeviceStream) -> dict[Key, Tensor]:
-        """Return what `_upload` does, when it is there; where the device has no room, nothing is held from now on."""
+        """Return what `_upload` does, when it is there; if the device has no room, nothing is held from now on."""
         try:
             tensors = self._upload(lane)
         except RuntimeError as e:

@@ -1,7 +1,7 @@
 """Folds the changed blocks of a window on a device: one transfer up, a few operations, one transfer down.
 
 The host's bytes are written last, when the results are known to be finite. Until then everything can be done again
-block by block: where a number is too large for its dtype, and where the device is out of memory. The buffers of windows
+block by block: if a number is too large for its dtype, and if the device is out of memory. The buffers of windows
 are registered with CUDA, which then reads and writes them itself, without a copy on the host.
 """
 

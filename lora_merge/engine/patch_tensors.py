@@ -75,7 +75,7 @@ class PatchTensors:
         return weight_values(self.weights[key], self.fetch)
 
     def untouched(self, task: Task) -> Task:
-        """Return a task with base values of its own, read again where the result may have overwritten them."""
+        """Return a task with base values of its own, read again if the result may have overwritten them."""
         target = task.block.target
         if not isinstance(task, FoldTask) or task.base is not task.into or target.packed is not None:
             return task
@@ -117,7 +117,7 @@ class PatchTensors:
             parts = [self._factor(s, slot, to, lane) for s in slices]
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
-        # Numbers of the formula, such as its scale; equal ones stay one number where `accumulate` takes that.
+        # Numbers of the formula, such as its scale; equal ones stay one number if `accumulate` takes that.
         added = first.taken is None and patch.magnitude is None and not first.target.combines
         alike = row.takes_one_number and added
         for name in row.scalars:

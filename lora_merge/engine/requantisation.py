@@ -58,7 +58,7 @@ def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch
 
 def read_back(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> Tensor | None:
     """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
-    where a part of the whole weight does not cover them. Nothing is written."""
+    if a part of the whole weight does not cover them. Nothing is written."""
     encoded = recode(target, first, values, codes._replace(decode=values.numel()), fetch)
     return None if isinstance(encoded, Uncovered) else encoded.decoded
 

@@ -125,7 +125,7 @@ class Block:
         return self.target.weight.span(self.first * self.cols, self.last * self.cols)
 
     def folded(self, *, drawn: bool) -> bool:
-        """Whether the block is folded: where an adapter changes it, or its weight is padded. `drawn`: whether merged
+        """Whether the block is folded: if an adapter changes it, or its weight is padded. `drawn`: whether merged
         weights are rounded stochastically, which is done while they are folded, and to all rows of a weight."""
         target = self.target
         return bool(self.slices) or target.weight.padded or (drawn and target.recoded and bool(target.uses))

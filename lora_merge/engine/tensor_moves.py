@@ -46,7 +46,7 @@ SUSPECT_BYTES: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 which some versions of torch cut such numbers to 448 and others write NaN."""
 
 WIDER: Final = ("bf16", "fp32")
-"""Values of `--dtype` that an error recommends where another dtype is too small, the narrowest first."""
+"""Values of `--dtype` that an error recommends if another dtype is too small, the narrowest first."""
 
 CAST_NUMBERS: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are checked
 
@@ -149,7 +149,7 @@ class DeviceStream:
     def settle(self) -> None:
         """Wait for all queued operations, so that other lanes may use their results.
 
-        The thread sleeps meanwhile: where it waits for the stream itself, CUDA keeps a core busy.
+        The thread sleeps meanwhile: if it waits for the stream itself, CUDA keeps a core busy.
         """
         if self.stream:
             self._done = self._done or torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -263,7 +263,7 @@ def convert(source: Tensor, into: Tensor, *, sums: bool = False) -> bool:
     """Cast a host tensor into another of the same shape, in pieces that stay in the caches.
 
     Returns False if a number may have been too large for the dtype, or was NaN or infinite before; see `beyond`.
-    `sums`: whether to check also where the dtype is wide enough for the source's, as sums may have overflowed.
+    `sums`: whether to check also if the dtype is wide enough for the source's, as sums may have overflowed.
     """
     sound, looks = True, sums or not fits(source.dtype, into.dtype)
     for old, new in pieces(source, into):
@@ -287,7 +287,7 @@ def fits(old: torch.dtype, new: torch.dtype) -> bool:
 def odd(tensor: Tensor) -> bool:
     """Return whether a number may have been too large for its dtype; never False if one was.
 
-    Looks at bits alone. A sum shows NaN and infinity at a fortieth of what isfinite() costs on a CPU; where it
+    Looks at bits alone. A sum shows NaN and infinity at a fortieth of what isfinite() costs on a CPU; if it
     overflows by itself, the largest bits decide, at a tenth.
     """
     if not tensor.numel():
@@ -358,7 +358,7 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor detached, contiguous, on the CPU; it shares its data with the input where it can.
+    """Return the tensor detached, contiguous, on the CPU; it shares its data with the input if it can.
 
     A lazily negated tensor is negated, as its memory holds the opposite numbers.
     """

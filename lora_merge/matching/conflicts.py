@@ -1,7 +1,7 @@
 """Changes that meet on the same rows: of two modules of one adapter, and of several adapters. No torch.
 
 Two names for one weight are allowed for tied embeddings; an equal copy is applied once; all else is refused. Several
-adapters are refused if their changes cannot be added, and a note says where the `--method` makes a difference.
+adapters are refused if their changes cannot be added, and a note says if the `--method` makes a difference.
 """
 
 from __future__ import annotations

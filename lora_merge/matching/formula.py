@@ -456,7 +456,7 @@ class Candidate:
     def check_groups(self) -> None:
         """Refuse, or remark on, a change of a convolution that may have groups and was trained in bypass mode."""
         bypass, arguments, shape = self.row.bypass, self.arguments, self.view.shape
-        # The mode was off where the convolution has groups, or computed something else.
+        # The mode was off if the convolution has groups, or computed something else.
         off = bypass.groups == "off" and arguments.no_magnitude and "magnitude" in self.module.shared
         other = bypass.groups == "other" and arguments.bypass
         if len(shape) > 2 and (off or other or arguments.no_scale):

@@ -127,7 +127,7 @@ def related(
 ) -> PeftRules:
     """Return the rules with the relatives and settings of every layer whose basis the file lacks.
 
-    `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
+    `dtype`: dtype of a module's weight. InputError if the basis depends on an unknown order of the layers.
     """
     if rules.fields.flag("save_projection", default=True):
         return rules

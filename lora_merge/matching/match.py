@@ -201,7 +201,7 @@ class ModulePlacer:
         if not (draft.replaced or self.stored.bases):
             patches = (use.patch for uses in draft.uses.values() for use in uses)
             check_scales(patches, self.path, self.context.rules)
-        # Separate the head from the embeddings where the adapter changes one of them.
+        # Separate the head from the embeddings if the adapter changes one of them.
         match = separate(self.pair, draft.ends, match, self.strengths, unmatched)
         # The notes: on the variant of the model, on single modules, on new tensors.
         variant = check_variant(match, self.names, unmatched)
@@ -270,7 +270,7 @@ class ModulePlacer:
             self.draft.ends[name] = key
 
     def _grow(self, module: Module, view: WeightView) -> WeightView:
-        """Return the weight at the adapter's size; add a note where it is larger than in the base."""
+        """Return the weight at the adapter's size; add a note if it is larger than in the base."""
         larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
             self.draft.grown[key := view.row_slices[0].key] = larger.shape

@@ -5,7 +5,7 @@ factors of [out, in] on such layers and transposes the change. The configuration
 the layer that PEFT wrapped last, and always false for HiRA. On loading, PEFT looks at each layer's class (0.21.2,
 `_create_new_module` of each tuner). A checkpoint has no classes, so this module decides by the type of the model, the
 architecture's table, the names that Conv1D layers have, and the shapes of the adapter's layers that are not square.
-Where these signs contradict each other about a square weight, only the user can decide.
+If these signs contradict each other about a square weight, only the user can decide.
 """
 
 from __future__ import annotations

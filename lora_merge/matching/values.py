@@ -32,7 +32,7 @@ SAVE_WHOLE: Final = "save the embeddings whole (modules_to_save), or merge the a
 def with_values(
     modules: Sequence[Module], strange: Sequence[StoredTensor], rules: PeftRules
 ) -> tuple[list[Module], list[StoredTensor]]:
-    """Return the modules, with the trained value of their parameter as one more tensor where the formula needs it, and
+    """Return the modules, with the trained value of their parameter as one more tensor if the formula needs it, and
     the strange tensors that are left."""
     # The parameters whose value a formula needs.
     formulas = {name for name, row in ALGORITHMS.items() if row.value}
@@ -109,7 +109,7 @@ def replace_in_turn(matches: Sequence[Match], base: Mapping[str, StoredTensor]) 
 def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor], *, alone: bool) -> list[Match]:
     """Return the matches for a method that makes one change of all changes of a weight: a value V is the change V − W.
 
-    `alone`: also where no other adapter changes the parameter, because the method changes a single change too.
+    `alone`: also if no other adapter changes the parameter, because the method changes a single change too.
     """
     as_changes = []
     for number, match in enumerate(matches):

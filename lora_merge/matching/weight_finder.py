@@ -121,8 +121,8 @@ class WeightFinder:
         return next((view for view in views if view is not None), None) or self._weight_of_end(name, parameter)
 
     def _in_order(self, name: str, parameter: str) -> WeightView | None:
-        """Return what `look` does, with the rows in the order that the user states where the name has two orders;
-        ShapeMismatch where nothing states it."""
+        """Return what `look` does, with the rows in the order that the user states if the name has two orders;
+        ShapeMismatch if nothing states it."""
         by_heads = self.look(name, parameter)
         plain = name.removesuffix(NAMED_ORDER)
         if plain == name:
@@ -233,7 +233,7 @@ class WeightFinder:
 
 
 def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
-    """Return the weight at the adapter's size; `view` itself where the size stays.
+    """Return the weight at the adapter's size; `view` itself if the size stays.
 
     `model` is the base's architecture. FitError if the weight would shrink, or is only a part of a tensor of the base.
     """

@@ -353,7 +353,7 @@ def words(names: Names) -> dict[str, str]:
 
 
 def _words(part: Component) -> dict[str, str]:
-    """Return key → name of every tensor, in diffusers' words where the model has them: a list of numbers then means the
+    """Return key → name of every tensor, in diffusers' words if the model has them: a list of numbers then means the
     same blocks in every layout."""
     words = {key: body for body, key in part.keys.items()}
     if part.architecture is not None and part.layout != part.architecture.canonical:
@@ -449,7 +449,7 @@ def groups(lookup: Names) -> Groups:
 
 
 def network_of(name: str, denoiser: str = "denoiser") -> str:
-    """Return the network that the prefixes of a module's name mean; "model" where they mean none.
+    """Return the network that the prefixes of a module's name mean; "model" if they mean none.
 
     `denoiser`: what the denoiser is called, whose prefixes are the same for many models.
     """

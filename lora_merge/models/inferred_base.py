@@ -29,7 +29,7 @@ OF_KIND: Final = {"clip_l": "clip", "clip_g": "clip", "clip_h": "clip", "t5": "t
 """Kind of a text encoder → its architecture file."""
 
 ONLY_ENCODER: Final = {"te": "te1"}
-"""Network that kohya's names mean where a model has one text encoder → what others call it."""
+"""Network that kohya's names mean if a model has one text encoder → what others call it."""
 
 Name: TypeAlias = tuple[str, str]
 """(network, name in it)."""
@@ -99,7 +99,7 @@ def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
 def assumed(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 
-    The tensors' keys are those of a base in the adapter's own words. NotTold where the adapter does not show them.
+    The tensors' keys are those of a base in the adapter's own words. NotTold if the adapter does not show them.
     """
     by_network: dict[str, list[InferredParameter]] = {}
     for change in changes:
@@ -111,7 +111,7 @@ def assumed(changes: Sequence[InferredParameter], architecture: Architecture) ->
 
 
 def complete(component: Component, layout: str) -> Component:
-    """Return the network with the parts of fused weights of a layout that the adapter leaves out; NotTold where their
+    """Return the network with the parts of fused weights of a layout that the adapter leaves out; NotTold if their
     rows are unknown."""
     architecture = component.architecture
     tables = architecture.spellings if architecture else {}

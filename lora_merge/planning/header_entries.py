@@ -93,7 +93,7 @@ def checksum_entry(sums: Sequence[int]) -> dict[str, str]:
 
 
 def sums_of(path: Path, tensors: Iterable[OutputTensor]) -> Iterator[int]:
-    """Yield the sums of tensors of a written file; a sum of fewer bytes where the file ends before."""
+    """Yield the sums of tensors of a written file; a sum of fewer bytes if the file ends before."""
     with open_regular(path) as f:
         for t in tensors:
             f.seek(t.offset)

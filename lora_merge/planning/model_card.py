@@ -199,7 +199,7 @@ def _shown(value: Any) -> Any:
 
 
 def _hub_names(plan: Plan) -> Iterator[str]:
-    """Yield the names of the base and of the adapters on a hub; the names of their files where these are not known.
+    """Yield the names of the base and of the adapters on a hub; the names of their files if these are not known.
 
     If the base's configuration does not state its name, those of the adapters, or their cards, may state it.
     """

@@ -85,7 +85,7 @@ NO_QUANTISING: Final = Quantising({})
 
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:
-    """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
+    """Return which weights the output stores as codes, and how; UsageError if no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
             fix = f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}`{_others(QUANTISED_DTYPES)}"
@@ -217,7 +217,7 @@ def _others(dtypes: Sequence[str]) -> str:
 
 
 def _form(job: Job, base: Index) -> OutputFormat:
-    """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
+    """Return the format of the output; UsageError if no loader reads it in such a file or folder."""
     if job.dtype in GGUF_TYPES:
         return OutputFormat(_blocks_of(base, job.dtype.upper()))
     where, folder = f"`--dtype {job.dtype}`", base.path.is_dir()

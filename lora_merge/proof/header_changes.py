@@ -27,7 +27,7 @@ class HeaderChange:
     """One file whose header is not the one that the merge wrote."""
 
     path: Path
-    differences: tuple[str, ...]  # none where another program wrote the same entries in other bytes
+    differences: tuple[str, ...]  # none if another program wrote the same entries in other bytes
 
 
 def changed_files(index: Index) -> list[Path]:
@@ -64,7 +64,7 @@ def header_changes(plan: Plan, index: Index) -> list[HeaderChange]:
 
 
 def notes(changes: Sequence[HeaderChange], index: Index) -> list[Note]:
-    """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
+    """Return notes on headers with the merge's entries in other bytes; VerificationFailed if an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", MERGE_FOR_HEADER)  # fmt: skip

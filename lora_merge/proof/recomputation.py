@@ -31,7 +31,7 @@ from .reference.floats import Array, as_dtype, decode
 from .sample import runs, sample, shuffled
 from .weights import CodedWeight, WeightReader
 
-TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
+TENSOR_STRIDE: Final = 20  # if a row costs as much as all rows, one tensor in 20 is recomputed
 Written: TypeAlias = int | RemoteFile
 """The written file: an open descriptor, or a file of another machine."""
 
@@ -188,8 +188,8 @@ class Recomputation:
     def _compared(self, target: OutputTensor, rows: Array, got: Array, grid: Grid, exact: Exact) -> Findings:
         """Find the elements that are further from the exact value than rounding explains.
 
-        The unit of the worst error is that of the element's largest term where the output is coarser than the sum (16
-        bits after fp32): where terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
+        The unit of the worst error is that of the element's largest term if the output is coarser than the sum (16
+        bits after fp32): if terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
         the unit of the row's largest term, on which the rounding of the sum depends.
         """
         value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
@@ -231,7 +231,7 @@ class Recomputation:
     def _beyond(  # noqa: PLR0913, PLR0917  # what is compared, and how far it may be off
         self, target: OutputTensor, rows: Array, stored: Array, grid: Grid, value: Array, error: Array, lost: Array
     ) -> Array:
-        """Return how far errors are above rounding to the output's dtype: all of an error where the draws choose
+        """Return how far errors are above rounding to the output's dtype: all of an error if the draws choose
         another number, even for an exact value that is off by `lost`."""
         beyond = error - 1.0000002 * self.steps * grid.step(value)
         if not self.stochastic or target.name in self.outputs or ITEM_BYTES[target.dtype] >= LEAST_DRAWN:
@@ -253,7 +253,7 @@ class Recomputation:
         return self._base(self.plan.weights[key], rows, cols)
 
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
-        """Return rows of a weight as a matrix `cols` wide; zeros where the weight is padded."""
+        """Return rows of a weight as a matrix `cols` wide; zeros if the weight is padded."""
         info = weight.stored
         if not weight.padded:
             return self.stored(info, (prod(info.shape) // max(cols, 1), cols), rows)
@@ -269,7 +269,7 @@ class Recomputation:
         return self._by_patch[id(uses)]
 
     def whole(self, part: PatchRows, rows: Array, cache: RowChanges) -> Array:
-        """Return s ΔW for rows of the stored tensor, zeros where the part changes none."""
+        """Return s ΔW for rows of the stored tensor, zeros if the part changes none."""
         placed = self._change(part, rows, cache)
         change = np.zeros((len(rows), part.cols))
         if placed is not None:
@@ -319,7 +319,7 @@ class Recomputation:
 
     def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
         """Return Σ |s| · |B| |A| for rows of a tensor, of formulas that are sums of products of stored tensors: far
-        above |ΔW| where products cancel."""
+        above |ΔW| if products cancel."""
         products = np.zeros((len(rows), cols))
         for part in self._parts(target.uses):
             row, (at, rows_of) = ALGORITHMS[part.patch.algorithm], part.find(rows)
@@ -422,7 +422,7 @@ def gathered(view: WeightView, rows: Array, read: Callable[[str, Array, int], Ar
 
 
 def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:
-    """Return which numbers are the neighbour of the exact value that the draws choose; either one where rounding in the
+    """Return which numbers are the neighbour of the exact value that the draws choose; either one if rounding in the
     compute dtype may decide."""
     units, side = grid.step(value), np.where(value < 0, -1.0, 1.0)
     unsure = np.minimum(lost / units + 2.0 ** (grid.levels.digits - 23), 1.0)  # a draw has the bits that are cut
@@ -434,7 +434,7 @@ def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array
 
 
 def _divisor(norm: Array) -> Array:
-    """Return DoRA's divisor: NaN where the norm is infinite, as a row with an infinite number has no direction."""
+    """Return DoRA's divisor: NaN if the norm is infinite, as a row with an infinite number has no direction."""
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 

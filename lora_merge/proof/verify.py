@@ -68,7 +68,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     `judged`: the compute dtype whose rounding is allowed; "": that of the job, whose user asked for it.
 
     `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
-    `recorded`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
+    `recorded`: what the merge recorded of some rows; a warning says if the rows do not confirm it.
 
     `measured`: what the merge measured of the change of each adapter: warnings judge that, and not the sample.
     """
@@ -311,8 +311,8 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
 
 
 def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[Note]:
-    """Raise VerificationFailed where the allowed error is larger than the change itself, so that a file without the
-    change would pass; yield a note instead where the user asked for just that: sums in 16 bits in this very merge, or a
+    """Raise VerificationFailed if the allowed error is larger than the change itself, so that a file without the
+    change would pass; yield a note instead if the user asked for just that: sums in 16 bits in this very merge, or a
     method whose choice hangs on rounding."""
     weak = {name: bound for name, bound in merged.findings.bounds.items() if not bound.proves}
     if not weak:

@@ -105,7 +105,7 @@ class PeftConfig:
         return self._number(name, self.get(name), default)
 
     def integer(self, name: str, default: int, allowed: Bounds = COUNT) -> int:
-        """Return a whole number within these bounds, exact also where a double would round it."""
+        """Return a whole number within these bounds, exact also if a double would round it."""
         value = default if self.get(name) is None else allowed.number(self.get(name))
         if value is None or isinstance(self.get(name), str):
             raise self.wrong_type(name, f"a whole number from {allowed}")
@@ -205,7 +205,7 @@ class PeftConfig:
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """Raise InputError that names the field where a pattern is refused."""
+        """Raise InputError that names the field if a pattern is refused."""
         try:
             yield
         except Refused as e:

@@ -79,7 +79,7 @@ def text(name: str, default: str, *known: str) -> Callable[[PeftConfig], str]:
 
 
 def other(name: str, default: str, other: str) -> Callable[[PeftConfig], bool]:
-    """Return a reader of a field with two known values: true where it is not the default."""
+    """Return a reader of a field with two known values: true if it is not the default."""
     return lambda fields: text(name, default, default, other)(fields) == other
 
 
@@ -126,7 +126,7 @@ def stored_rank(row: str, shapes: Shapes) -> int:
 
 
 def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_rank) -> Scale:
-    """Return a reader of α / r (α / √r for rs-LoRA); r is the rank of the tensors where `rank` finds one."""
+    """Return a reader of α / r (α / √r for rs-LoRA); r is the rank of the tensors if `rank` finds one."""
 
     def scale(fields: PeftConfig, module: str, row: str, shapes: Shapes) -> float:
         a = _by_pattern(fields, "alpha_pattern", module, fields.number(alpha, default))
@@ -213,7 +213,7 @@ def terms(*, required: bool) -> Callable[[PeftConfig], int]:
 
 
 def limit(name: str, default: float, switch: str) -> Callable[[PeftConfig], float]:
-    """Return a reader of a number that is used where a switch is on; else 0."""
+    """Return a reader of a number that is used if a switch is on; else 0."""
     return lambda fields: fields.number(name, default) if fields.flag(switch, default=False) else 0.0
 
 
@@ -341,7 +341,7 @@ PEFT_ROWS: Final = (
     ),
     PeftMethod("ADALORA", ("adalora",), {".lora_E": "values"}, adalora, check=refuse_lora, conv1d=True),
     PeftMethod("LOHA", ("loha",), scale=ratio("alpha", 8)),
-    # PEFT uses this scale also where both factors are full; LyCORIS uses 1 there
+    # PEFT uses this scale also if both factors are full; LyCORIS uses 1 there
     PeftMethod("LOKR", ("lokr",), scale=ratio("alpha", 8), settings={"right_aligned": lambda _: True}),
     PeftMethod("IA3", ("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}, choose=_ia3, conv1d=True),
     PeftMethod(

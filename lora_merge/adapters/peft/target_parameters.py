@@ -82,7 +82,7 @@ def saved_inside(fields: PeftConfig, name: str) -> bool:
 
 
 def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
-    """Return the whole names of the parameters that a module may change; none where the module is a layer."""
+    """Return the whole names of the parameters that a module may change; none if the module is a layer."""
     if not fields.get(TARGET_PARAMETERS):
         return ()
     # The parameters whose module's name is an end of this path, in the order of the configuration.

@@ -96,7 +96,7 @@ class Encoding:
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Roles of the parts that new numbers never change."""
     from_zeros: ClassVar[bool] = False
-    """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
+    """Whether new numbers can be stored if no codes were before: `encode` then gets codes of zeros."""
 
     @classmethod
     def shared(cls, unit: tuple[int, int], group: int = 1, **settings: Any) -> Self:
@@ -166,7 +166,7 @@ class Encoding:
         """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
 
         `values`: flat, fp32 or fp64, finite. `parts`: those of the numbers before the change; their scales are kept
-        where they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
+        if they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
         """
         raise NotImplementedError
 

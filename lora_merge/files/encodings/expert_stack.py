@@ -33,7 +33,7 @@ class ExpertStack(Encoding):
         return torch.cat([self.inner.decode(parts_of, 0, self.group).reshape(-1) for parts_of in each])
 
     def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
-        """Return codes and scales; those of a matrix are fitted again where they do not cover it."""
+        """Return codes and scales; those of a matrix are fitted again if they do not cover it."""
         import torch
 
         matrices = []

@@ -1,7 +1,7 @@
 """Codes of one byte, fp8 or whole numbers, times scales: W = (q − z) · s, the form of most quantised checkpoints.
 
 One scale belongs to the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
-Scales are kept where they cover the new numbers; each of the others is fitted again by itself.
+Scales are kept if they cover the new numbers; each of the others is fitted again by itself.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ScaledCodes(Encoding):
         return blocks.amin((2, 4)), blocks.amax((2, 4))
 
     def _drawn(self, levels: Tensor, parts: PartNumbers) -> Tensor:
-        """Return the levels, those of stochastic rounding where draws are given."""
+        """Return the levels, those of stochastic rounding if draws are given."""
         from . import stochastic_rounding
 
         if DRAW not in parts:
@@ -257,7 +257,7 @@ class ScaledCodes(Encoding):
         return numbers.view(matrices, -1, 1, self._columns, 1)
 
     def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: PartNumbers) -> Tensor:
-        """Return the scales: the old ones where they cover the numbers, else the smallest that do."""
+        """Return the scales: the old ones if they cover the numbers, else the smallest that do."""
         import torch
 
         from . import arithmetic
@@ -281,7 +281,7 @@ class ScaledCodes(Encoding):
     def _fitted_with_zero(
         self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
-        """Return scales and zero points: the old ones where they cover the numbers."""
+        """Return scales and zero points: the old ones if they cover the numbers."""
         import torch
 
         from . import arithmetic

@@ -281,7 +281,7 @@ def _part(
 ) -> WeightPlace | None:
     """Return the rows of row part `number`, which follow the rows of the parts before it.
 
-    Where all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
+    If all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
     base's weight do.
     """
     sizes = {

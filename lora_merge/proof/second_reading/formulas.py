@@ -112,7 +112,7 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
 
 
 def variant(group: Group, numbers: ModuleScales) -> str:
-    """Return the kind of a module, by its configuration and the user's settings where its tensors have LoRA's names."""
+    """Return the kind of a module, by its configuration and the user's settings if its tensors have LoRA's names."""
     if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
         return "bdlora"
     stored = shapes(group)
@@ -144,7 +144,7 @@ def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
 
 
 def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
-    """Return the row of a method's family; where two trainers write it, the presence of a configuration decides."""
+    """Return the row of a method's family; if two trainers write it, the presence of a configuration decides."""
     method, stored = METHOD_ROWS[group.kind], shapes(group)
     if stated == "" and method.plain is not None and not group.stem.startswith(PEFT_PREFIX):
         return method.plain(stored, shape)

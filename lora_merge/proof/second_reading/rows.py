@@ -1,7 +1,7 @@
 """Names of an adapter's modules → rows of the base's tensors, for the second reading.
 
 Of a name only the prefix is taken off. The rest is looked up among the base's own names and the other names that
-`layouts.py` gives these. The answer counts only where there is exactly one place. No file is read here.
+`layouts.py` gives these. The answer counts only if there is exactly one place. No file is read here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ OF_SDXL: Final = "add_embedding.linear_1.weight"
 """A tensor of SDXL's UNet in the layout of diffusers."""
 
 FIRST_LEVELS: Final = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
-"""First levels that a name has or lacks where a language model is trained alone or as a part of another model:
+"""First levels that a name has or lacks if a language model is trained alone or as a part of another model:
 transformers' classes for text and for images, sounds and text (`model.language_model.layers`, `thinker.model.layers`)
 and vLLM's mappings of their names."""
 

@@ -214,7 +214,7 @@ class ModuleScales:
     def limit(self, group: Group) -> float | None:
         """Return the α of a method's module; 0 without one, None if something may change it.
 
-        The user's α counts where a scale is meant, not where α limits a rotation.
+        The user's α counts if a scale is meant, not if α limits a rotation.
         """
         if self._unread or group.roles.keys() & NUMBER_ROLES - {"alpha"}:
             return None
