@@ -169,7 +169,7 @@ def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
 
 ADAMSS = Algorithm(
     "adamss", AdamssTensors, fitted_shapes, delta, "PEFT", also_bias=True,
-    beside={"weight": "weight", "bias": "bias"},
+    base_slots={"weight": "weight", "bias": "bias"},
     rebuild=Rebuild(frozenset({"order"}), rebuild, f"its groups of rows are clusters in the base, {ON_CPU}"),
     checks=Checks({**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]}),
 )  # fmt: skip

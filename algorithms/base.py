@@ -183,7 +183,7 @@ class Algorithm:
     """Whether ΔW depends on the values of the base."""
     shared: frozenset[str] = frozenset()
     """Required slots that a file may hold once for all modules."""
-    beside: Mapping[str, str] = field(default_factory=dict)
+    base_slots: Mapping[str, str] = field(default_factory=dict)
     """Slot that no file stores → parameter of the same module. The slot gets the base's values of that parameter,
     [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None if the
     base does not have it."""

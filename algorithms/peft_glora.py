@@ -114,6 +114,6 @@ PEFT_GLORA = Algorithm(
 )  # fmt: skip
 PEFT_GLORA_BIAS = Algorithm(
     "peft_glora_bias", PeftGloraBiasTensors, fitted_shapes_bias, delta_bias, "arXiv:2306.07967",
-    reads_base=True, beside={"weight": "weight"}, value="trained",
+    reads_base=True, base_slots={"weight": "weight"}, value="trained",
     parameter="bias",
 )  # fmt: skip

@@ -113,7 +113,7 @@ class Module:
 def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
     rows = [ALGORITHMS[name] for name in algorithms]
     return tuple(
-        row.name for row in rows if slots <= row.slots.keys() and row.required <= {*slots, *row.shared, *row.beside}
+        row.name for row in rows if slots <= row.slots.keys() and row.required <= {*slots, *row.shared, *row.base_slots}
     )
 
 

@@ -99,7 +99,7 @@ def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
     """Return the tensors that formulas take as floats, each once, in the order in which they are stored."""
     infos: dict[Key, StoredTensor] = {}
     for patch in (u.patch for u in _uses(plans)):
-        floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.beside.keys()
+        floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.base_slots.keys()
         for info in (patch.module.slots[slot] for slot in floats):
             if info.nbytes:
                 infos[_key(info)] = info

@@ -153,8 +153,8 @@ class PatchTensors:
     def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
         """Return the tensor of one slot at the placement, cut to the slice's rows if it has an axis of rows."""
         patch = s.use.patch
-        if slot in patch.beside:
-            return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
+        if slot in patch.base_slots:
+            return self._view(s, patch.base_slots[slot], at, lane).reshape(patch.shapes[slot])
         info = patch.module.slots[slot]
         # The block's entries, where the tensor has an axis of rows.
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
@@ -252,7 +252,7 @@ def from_base(
     does for several adapters too. Tensors that several layers share are computed once and put into `shared`."""
 
     def read(slot: str) -> Tensor:
-        view = patch.view if not slot else patch.beside.get(slot)
+        view = patch.view if not slot else patch.base_slots.get(slot)
         if view is None:
             return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
         wide = any(base[piece.key].stored.dtype == "F64" for piece in view.row_slices)

@@ -16,7 +16,7 @@ from ..files.encodings.arithmetic import largest
 from ..files.encodings.base import CODES, DRAW, OutOfRange, Packing
 from ..planning.plan import OutputTensor
 from .tensor_moves import Placement, host, odd, stage
-from .tensors import Fetch, as_bytes, beside, computing, parts_of, raw
+from .tensors import Fetch, as_bytes, computing, on_device_of, parts_of, raw
 
 
 class Codes(NamedTuple):
@@ -90,9 +90,9 @@ def _encoded(
         raise InputError("the base contains NaN or infinite values, which the format cannot store",
                          f"{target.source.file}: {target.name}", "write `--dtype bf16`")  # fmt: skip
     before = torch.zeros(packing.encoding.nbytes(count), dtype=torch.uint8) if afresh else codes.base
-    old = parts_of(beside(before, wide), packing, first, count, fetch)
+    old = parts_of(on_device_of(before, wide), packing, first, count, fetch)
     if codes.uniform is not None:
-        old[DRAW] = beside(codes.uniform, wide)
+        old[DRAW] = on_device_of(codes.uniform, wide)
     try:
         with computing(wide.device):
             new = packing.encoding.encode(wide, old, first)

@@ -124,11 +124,11 @@ def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: F
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
         values = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
-        parts[role] = values if shape == (1,) and not part.numbers else beside(values, numbers)
+        parts[role] = values if shape == (1,) and not part.numbers else on_device_of(values, numbers)
     return parts
 
 
-def beside(tensor: Tensor, other: Tensor) -> Tensor:
+def on_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a tensor on the device of another."""
     return tensor if tensor.device == other.device else stage([tensor], Placement(other.device, tensor.dtype))[0]
 

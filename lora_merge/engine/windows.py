@@ -211,7 +211,7 @@ def on_gpu(job: Job) -> bool:
 
 
 def pinned_bytes(job: Job) -> int:
-    """Return the bytes of the memory limit that transfers to a GPU may use beside the windows."""
+    """Return the bytes of the memory limit that transfers to a GPU may use in addition to the windows."""
     return min(PINNED, job.max_memory // 4)
 
 

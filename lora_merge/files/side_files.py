@@ -1,4 +1,4 @@
-"""Files of an output folder beside the weights: configuration, index, tokenizer and the others that a model needs."""
+"""Files of an output folder next to the weights: configuration, index, tokenizer and the others that a model needs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def refuse_links_outside(base: Index, sides: Mapping[str, Path]) -> None:
     """Raise InputError if a file whose content goes into the output is a link that leads out of its folder.
 
     People publish outputs, and anybody can put a link to a key or to /proc/self/environ into a folder that others
-    download. Links into the model cache of huggingface_hub are followed: it keeps files in `blobs` beside `snapshots`,
+    download. Links into the model cache of huggingface_hub are followed: it keeps files in `blobs` next to `snapshots`,
     and each snapshot is a folder of links to them; its older versions made such links in other folders, too. Whoever
     names a blob by the hash of its content knows the content. Weights may be anywhere: their tensors are read. So may a
     whole component of a pipeline, of which only weights and configuration are taken then.

@@ -170,7 +170,7 @@ def _formula_of_relatives(module: Module) -> str:
 
 def basis_weights(patch: Patch) -> tuple[WeightView, ...]:
     """Return the weights of all layers from which the patch's basis is computed; empty for other formulas."""
-    return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER_SLOT))
+    return tuple(view for slot, view in patch.base_slots.items() if slot.startswith(LAYER_SLOT))
 
 
 def _width(module: Module) -> int:

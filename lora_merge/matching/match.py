@@ -334,8 +334,8 @@ class ModulePlacer:
         both = row.also_bias or self.context.arguments(patch.algorithm).turns_bias
         bias = self.finder.look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
-            beside = {slot: other.matrix for slot, other in patch.beside.items()}
-            shapes = row.fitted_shapes({**patch.module.shapes, **beside}, bias.shape)
+            base_shapes = {slot: other.matrix for slot, other in patch.base_slots.items()}
+            shapes = row.fitted_shapes({**patch.module.shapes, **base_shapes}, bias.shape)
             self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
         if bias is not None and not row.also_bias:
             self.draft.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)

@@ -171,7 +171,7 @@ class WeightFinder:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        read = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
+        read = {parameter for name in module.complete for parameter in ALGORITHMS[name].base_slots.values()}
         if not read and not relatives:
             return {}
         others = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(read)}

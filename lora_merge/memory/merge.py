@@ -131,7 +131,7 @@ class MemoryMerge:
             tensors = PatchTensors(factors.fetch, self.matched.weights)
             folder = BlockFolder(self.at, tensors, self._pool(stack), FoldOptions.of(self.job, self.at))
             stack.callback(folder.lanes.leave)
-            late = inputs.base.beside
+            late = inputs.base.packing_names
             results: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):

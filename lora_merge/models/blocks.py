@@ -135,7 +135,7 @@ def _ends(count: int) -> Callable[[int], float]:
 
 
 def _rings(first: int, last: int, edge: float = 0.0) -> Callable[[int], float]:
-    """Return the curve that is 1 for blocks [first, last] and those opposite, and `edge` for the blocks beside them."""
+    """Return the curve that is 1 for blocks [first, last] and those opposite, `edge` for the blocks next to them."""
 
     def ring(n: int) -> float:
         near = min(n, LAST_BLOCK - n)
@@ -410,7 +410,7 @@ def _layer(body: str) -> tuple[str | None, int]:
 def _letters(path: str, *, single: bool, alone: bool) -> str:
     """Return the initials of the words that distinguish this stack from the others; "" if no word does.
 
-    Beside a stack of single blocks, a stack without such words holds double blocks: D. `alone`: it is the only stack.
+    Next to a stack of single blocks, a stack without such words holds double blocks: D. `alone`: it is the only stack.
     """
     for level in () if alone else reversed(path.split(".")):
         words = [word for word in level.split("_") if word and word not in _COMMON and (single or word != "double")]

@@ -240,7 +240,7 @@ def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _front_of(path: Path) -> dict[str, Any]:
-    """Return the front matter of the card in a folder or beside a file; {} if there is none that can be read.
+    """Return the front matter of the card in a folder or next to a file; {} if there is none that can be read.
 
     README.md counts as the card of a file if that is the only file of weights in its folder, as on hubs.
     """

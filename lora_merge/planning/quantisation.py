@@ -140,7 +140,7 @@ def _nothing_to_quantise(job: Job, base: Index, names: Names, form: OutputFormat
 def _coded(base: Index, form: OutputFormat, info: StoredTensor) -> NewWeight | None:
     """Return the new form of a weight; None if the format or its names have no room for it."""
     new = form.make(info)
-    taken = new is None or any(t.name in base.tensors and t.name not in base.beside for t in new.beside)
+    taken = new is None or any(t.name in base.tensors and t.name not in base.packing_names for t in new.others)
     return None if taken else new
 
 

@@ -362,15 +362,15 @@ class Recomputation:
                 whole = np.asarray(derived[slot])
                 whole = whole.astype(np.int64 if slot in row.integer_slots else np.float64)
                 return whole if entries is None else whole[entries]
-            if slot in patch.beside:
-                near = patch.beside[slot]
+            if slot in patch.base_slots:
+                near = patch.base_slots[slot]
                 whole = self._view(near, patch.adapter, row_changes.on(near.row_slices[0].key), None).reshape(
                     patch.shapes[slot]
                 )
                 return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
-        slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
+        slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.base_slots)
         base = partial(self._view, patch.view, patch.adapter, row_changes)
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
@@ -383,7 +383,7 @@ class Recomputation:
 
     def _as_loaded(self, patch: Patch, row_changes: RowChanges, slot: str) -> Array:
         """Return a slot that the base or the file holds, or the weight, before the first adapter."""
-        view = patch.view if not slot else patch.beside.get(slot)
+        view = patch.view if not slot else patch.base_slots.get(slot)
         if view is None:
             return as_dtype(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
         wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.row_slices)

@@ -59,7 +59,7 @@ class ModuleChanges:
             patch = choose(module, view, self._context, {"weight": view}).patch
         except MergeError:
             return None
-        if patch.reads_base or patch.beside:
+        if patch.reads_base or patch.base_slots:
             return None
         first: StoredTensor = next(iter(module.slots.values()))
         weight = unstored("weight", shape, first)

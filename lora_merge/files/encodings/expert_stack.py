@@ -72,4 +72,4 @@ def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, Stor
     whole = {role: WeightPart(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
     inner = first.encoding
     encoding = ExpertStack.shared(inner.unit, numbers, label=inner.label, inner=inner)
-    return Packing(encoding, codes, whole, first.beside)
+    return Packing(encoding, codes, whole, first.marks)

@@ -150,4 +150,4 @@ def with_factors(packing: Packing, shape: Shape, of: LowRankFactors) -> Packing 
         rotation=of.rotation, factors=of.up.dtype if of.up else "F32",
     )  # fmt: skip
     parts = {**packing.parts, **of.parts(cols)}
-    return Packing(encoding, packing.codes, parts, packing.beside)
+    return Packing(encoding, packing.codes, parts, packing.marks)

@@ -44,7 +44,7 @@ class ScaledTensors(NamedTuple):
     codes: StoredTensor
     scale: StoredTensor
     label: str
-    beside: frozenset[str] = frozenset()
+    marks: frozenset[str] = frozenset()
     zero: StoredTensor | None = None
     block: tuple[int, int] | None = None
     byte_powers: bool = False
@@ -323,7 +323,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
-        return Packing(ScaledCodes.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
+        return Packing(ScaledCodes.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.marks)
     # Scales of blocks of rows and columns.
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size in the file, is the whole weight
@@ -345,7 +345,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if of.zero is not None:
         parts[ZERO] = WeightPart(of.zero, numbers, scales)
     encoding = ScaledCodes.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
-    return Packing(encoding, of.codes, parts, of.beside)
+    return Packing(encoding, of.codes, parts, of.marks)
 
 
 def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:

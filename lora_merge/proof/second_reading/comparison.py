@@ -249,7 +249,7 @@ def check_sources(
     ]
     dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are stored otherwise now
     if recoded:  # and those of caches, which belong to no weight
-        dropped |= base.beside.difference(*(packing.names for packing in base.packed.values()))
+        dropped |= base.packing_names.difference(*(packing.names for packing in base.packed.values()))
     new = {name for t in targets if t.packing.encoding.new_scales for name in t.packing.names}
     if left := sorted(dropped & written.keys() - new):
         raise VerificationFailed(

@@ -64,7 +64,7 @@ class AdapterTexts(NamedTuple):
     config: Mapping[str, Any]
     metadata: Mapping[str, str]
     names: Collection[str]  # of the tensors
-    beside: Callable[[], Iterable[str]]  # the texts of the JSON and YAML files next to it
+    side_texts: Callable[[], Iterable[str]]  # the texts of the JSON and YAML files next to it
 
 
 class ModuleScales:
@@ -89,7 +89,7 @@ class ModuleScales:
         values = {entries.pop(name) for name in ALPHA_ENTRIES if name in entries}
         off = {name for name, text in entries.items() if text in ("", "None", "False", "{}")}
         others = any(SCALE_WORDS.search(f"{name} {text}") for name, text in entries.items() if name not in off)
-        if others or len(values) > 1 or any(map(SCALE_WORDS.search, [] if values else self._stored.beside())):
+        if others or len(values) > 1 or any(map(SCALE_WORDS.search, [] if values else self._stored.side_texts())):
             return False, None
         try:
             return True, next(map(float, values), None)
