@@ -36,7 +36,7 @@ from ..text import Note, listed, several
 from .conflicts import TWICE, DuplicateCheck
 from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
 from .formula import ALPHA_SETTING, AdapterContext, choose
-from .layer_order import related, unstored
+from .layer_order import layer_relatives, unnamed_layers
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
@@ -44,7 +44,7 @@ from .split_layers import as_trained
 from .stored_base import stored_base
 from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .unknown_names import factor_pairs
-from .values import as_rows, chosen_rows, is_copy, is_fixed, is_zero, sizes, with_values
+from .values import as_rows, chosen_rows, is_copy, is_fixed, is_zero, resized_values, with_values
 from .weight_finder import WeightFinder, grown
 
 TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
@@ -99,7 +99,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     pair = AdapterPair(stored.tied, unplaced)
     # The modules: also the ones that no key names, or whose keys have no known ending.
     modules = [m for m in adapter.modules if not unplaced.rules.of(m.name).is_shared(m.name)]
-    rules, modules = unstored(unplaced.rules, modules, {**stored.base, **pair.new_tensors}, unplaced.config)
+    rules, modules = unnamed_layers(unplaced.rules, modules, {**stored.base, **pair.new_tensors}, unplaced.config)
     lone = names.lone_expert([m.name for m in modules])
     finder = WeightFinder(strengths, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
@@ -108,7 +108,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     # Facts of one module that depend on the other modules.
     widest = finder.widest(modules)
     rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
-    rules = related(rules, modules, finder.dtype, unplaced)
+    rules = layer_relatives(rules, modules, finder.dtype, unplaced)
     layers = BaseLayers(base_types(unplaced.config), names.recognised, partial(finder.of, adapter.modules))
     context = replace(unplaced, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
     # Place the modules, then the whole values.
@@ -187,7 +187,7 @@ class ModulePlacer:
         # Sizes that are right only together: embeddings with their head, values with their biases.
         errors = draft.shape_errors | self.stored.resized_alone(self.names, draft.replaced)
         draft.failures += [errors[place] for place in errors if place not in self.new_values]  # a value sets the shape
-        unfit, resized = sizes(draft.replaced, self.base, self.path)
+        unfit, resized = resized_values(draft.replaced, self.base, self.path)
         draft.failures += unfit
         if unmatched == "error" and (refusal := shared_layers(self.context)):
             raise refusal

@@ -135,7 +135,7 @@ def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.row_slices[0], 0, 1.0)
 
 
-def sizes(
+def resized_values(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[Note]]:
     """Return the errors and the notes on replaced parameters. A value, with its bias, may have more or fewer rows, as

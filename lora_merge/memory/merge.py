@@ -30,7 +30,7 @@ from ..disk.scale_spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, QUANTISED_DTYPES
 from ..engine.block_folder import BlockFolder, FoldOptions
 from ..engine.change_effect import check_effect
-from ..engine.change_norms import replaced, replaced_measures
+from ..engine.change_norms import replaced_measures, replacements
 from ..engine.devices import fastest, one_core, places, threads
 from ..engine.patch_tensors import PatchTensors
 from ..engine.quantised_output import refolded
@@ -151,7 +151,7 @@ class MemoryMerge:
                 factors.forget()
                 tensors.cache.clear()
                 report(sum(target.nbytes for target in some))
-            whole = replaced(self.targets(), inputs.base, self.matched.adapters)
+            whole = replacements(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))
             check_effect(self.matched.adapters, measures, reader)
             _amend(results, parts)

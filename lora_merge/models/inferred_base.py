@@ -96,7 +96,7 @@ def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
     return any(len(_in_layout(architecture, layout, some)) == len(some) for layout in layouts)
 
 
-def assumed(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
+def inferred_base(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 
     The tensors' keys are those of a base in the adapter's own words. NotTold if the adapter does not show them.
@@ -284,7 +284,7 @@ def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
 def _named(parameters: Sequence[InferredParameter], architecture: Architecture) -> dict[str, Name] | None:
     """Return module → name in the words of an architecture; None if it is another one."""
     try:
-        parts = assumed(parameters, architecture)
+        parts = inferred_base(parameters, architecture)
     except OtherModel:
         return None
     names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})

@@ -80,7 +80,7 @@ def final_headers(
         yield sealed(header) if SEAL in of_merge else header
 
 
-def summed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, ...]]:
+def checksummed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, ...]]:
     """Return, for the tensors of each file of an output, those of codes and scales that are not the base's."""
     coded = {t.name: t.packed for targets in files for t in targets if t.packed is not None and not t.copied}
     names = coded.keys() | frozenset[str]().union(*(packing.changing for packing in coded.values()))
@@ -108,7 +108,7 @@ class Checksums:
 
     def __init__(self, plan: Plan) -> None:
         """`plan`: the output's; without metadata there is no place for sums."""
-        self._files = summed([() if plan.job.no_metadata else f.targets for f in plan.files])
+        self._files = checksummed([() if plan.job.no_metadata else f.targets for f in plan.files])
         self._starts = [[t.offset for t in tensors] for tensors in self._files]
         self._names = [f.name for f in plan.files]
         self._sums: dict[str, tuple[int, int]] = {}  # codes → (sum, how many of their first bytes it has)

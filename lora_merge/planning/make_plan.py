@@ -25,7 +25,7 @@ from .changes import Matches, check_stored, match, neighbour
 from .checkpoint_cache import CheckpointCache
 from .combination import ADDITION, Combination
 from .folder_files import folder_files
-from .header_entries import checksum_entry, other_entries, summed
+from .header_entries import checksum_entry, checksummed, other_entries
 from .inputs import open_inputs
 from .plan import OutputFile, OutputTensor, Plan
 from .quantisation import quantising
@@ -69,7 +69,7 @@ def _files(matched: Matches, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
     digests = blanks(base, [m.adapter.index for m in matched.adapters])
     by_merge = entries(job, base, matched.adapters, digests)
     files = []
-    coded = summed([*by_file.values()])
+    coded = checksummed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
         others = other_entries(container, path)
         of_sums = checksum_entry([0] * len(changed)) if of_merge else {}

@@ -28,7 +28,7 @@ from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
 from ..paths import input_name
-from ..planning.header_entries import CHECKSUM_DIGITS, summed, sums_of
+from ..planning.header_entries import CHECKSUM_DIGITS, checksummed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
@@ -335,7 +335,7 @@ def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]
 
     `targets`: the tensors in each of the files, at their places there.
     """
-    for path, tensors in zip(paths, summed(targets), strict=True):
+    for path, tensors in zip(paths, checksummed(targets), strict=True):
         text = read_header(path).metadata.get(CHECKSUMS, "")
         if not text or not tensors:
             continue  # earlier versions and other programs write no sums
