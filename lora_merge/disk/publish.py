@@ -233,6 +233,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
     with failures(target), suppress(FileNotFoundError, NotADirectoryError):
         sweep(target.parent)  # first, as it may give an earlier output its name back
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
+    # A locked temporary file or folder, in a folder that another run may remove meanwhile.
     part, lock, done = target, -1, False
     old: Path | None = None
     folders: list[Path] = []
@@ -248,6 +249,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
                 except FileNotFoundError:
                     if not left:
                         raise
+        # The caller writes it; then it is uploaded, or gets its name.
         with uploading(part, target, overwrite=overwrite, progress=progress) as far:
             yield part
         if not far:
@@ -256,6 +258,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
         if old is not None:
             remove(old)
     finally:
+        # Whatever is left of it goes, and folders that were made for nothing.
         if part != target:
             remove(part if os.path.lexists(part) else moved(lock, part))
             release(part, lock)

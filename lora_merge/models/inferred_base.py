@@ -152,6 +152,7 @@ def _component(network: str, denoiser: Architecture, some: Sequence[InferredPara
     kind = network if network in OF_KIND else ""
     model = next(a for a in shipped() if a.file.stem == OF_KIND[kind]) if kind else denoiser
     prefix = f"{kind or network}." if kind or network == SECOND else ""
+    # The layouts that know all of its names; they must agree on the names of the architecture's file.
     read = {layout: _in_layout(model, layout, some) for layout in (CANONICAL, *model.spellings)}
     ways = {layout: names for layout, names in read.items() if len(names) == len(some)}
     if not ways:
@@ -169,6 +170,7 @@ def _component(network: str, denoiser: Architecture, some: Sequence[InferredPara
         keys={name: prefix + name for name in names.values()},
         shapes={prefix + names[change]: change.shape for change in some},
     )  # fmt: skip
+    # The names must be some that the model has, up to its last block.
     if layout:
         table = model.spellings[layout]
         for name in names.values():

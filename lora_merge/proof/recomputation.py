@@ -192,12 +192,14 @@ class Recomputation:
         bits after fp32): if terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
         the unit of the row's largest term, on which the rounding of the sum depends.
         """
+        # The error of each element.
         value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
         units = grid.step(value)
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(got - value)
         if not np.isfinite(got).all():
             error[(got == value) | (np.isnan(got) & np.isnan(value))] = 0.0
+        # What rounding of the sums explains, in the dtype of the arithmetic.
         parts = len(self._parts(target.uses))
         rounding = ROUNDING["fp64"] if target.combines else self.rounding
         if not target.weight.packing.encoding.plain:
@@ -205,6 +207,7 @@ class Recomputation:
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
         beyond = self._beyond(target, rows, got, grid, value, error, lost)
+        # The worst error, in units of the output.
         bad = ~(beyond <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
@@ -214,6 +217,7 @@ class Recomputation:
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
             bounds={target.name: Bound.of(beyond, lost, exact, value)},
         )  # fmt: skip
+        # A failure; it is no fault of the file if products that cancel explain it.
         if bad.any():
             products = self._products(target, rows, got.shape[1]).max(axis=1, initial=0.0, keepdims=True)
             more = lost + exact.loss * rounding * products

@@ -247,12 +247,14 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
     """
     source = target.source
     stored = read_exactly(fd, count, target.offset + first)
+    # A copy has the base's bytes.
     if target.copied:
         want = merged.reader.read(source, first, count)
         if stored != want:
             at = next((i for i, (a, b) in enumerate(zip(stored, want, strict=False)) if a != b), len(stored))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
+    # What a reader of the output sees.
     encoding, grid = target.packing.encoding, plain_grid(target.dtype)
     low, high = encoding.count(first), min(encoding.count(first + count), prod(target.shape))
     if (output := merged.outputs.get(target.name)) is None:
@@ -262,6 +264,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
         if grid.turn is not None:
             low, high = output.turned(low, high)
             got, grid = output.span(low, high)
+    # What the base holds, and how exactly that is known.
     if (coded := merged.stored.coded(source)) is not None:
         exact, written = coded.span(low, high)
         slack = written.lost(exact)
@@ -271,6 +274,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
         slack = np.asarray(DECODED * np.abs(exact) if target.packed else 0.0)
     if grid.turn is not None:  # what is rounded is rotated
         exact, got, slack = grid.turn(exact), grid.turn(got), slack.max() + grid.lost(exact)
+    # Each number must be within half a step of it.
     with np.errstate(invalid="ignore", over="ignore"):
         over = grid.beyond(exact)
         right = grid.saturated(exact) if merged.saturate else exact

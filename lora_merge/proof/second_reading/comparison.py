@@ -1,7 +1,7 @@
 """Compares a plan with a second reading of its adapters: names → rows of the base, formula, scale, strength.
 
 The recomputation of `verify` takes the plan's places and numbers as given. Here they are found again from the headers,
-by code that shares nothing with the planner (reference/claims.py). If the two disagree, the proof fails; modules
+by code that shares nothing with the planner (claims.py). If the two disagree, the proof fails; modules
 that the second reading does not know are counted and named.
 """
 
