@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Factorisation, Shape, Shapes, alpha_by, expect_shapes, flat, of_factors, rank_of, shape_of_pair
+from .base import AlphaOverRank, Factorisation, Shape, Shapes, expect_shapes, flat, of_factors, rank_of, shape_of_pair
 from .tensors import ScaledPair
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r is 0 where pruning left no rank."""
+    """Return the shapes of up (out, r), down (r, cols) and values (r, 1); r is 0 if pruning left no rank."""
     (out, cols), rank = flat(target), flat(shapes["down"])[0]
     return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
 
@@ -32,6 +32,6 @@ def accumulate(acc: Tensor, t: ScaledPair, strength: Tensor) -> None:
 
 ADALORA = of_factors(  # the scale is α / (initial rank + 1e-5)
     "adalora", ScaledPair, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2303.10512",
-    row_axes={"up": 0}, accumulate=accumulate, scalars_from=alpha_by(), scale_from_config=True,
+    row_axes={"up": 0}, accumulate=accumulate, scalars_from=AlphaOverRank(), scale_from_config=True,
     weight_shape=shape_of_pair,
 )  # fmt: skip

@@ -60,7 +60,7 @@ AdamssTensors = make_dataclass(
 
 def kmeans(points: Any, count: int) -> Any:
     """Return the cluster [n] of each point of an array [n, r], as KMeans with `init="random"`, `n_init=1` and
-    `max_iter=10` does. Raise DoesNotFit where a cluster is empty: scikit-learn fills it with distant points."""
+    `max_iter=10` does. Raise DoesNotFit if a cluster is empty: scikit-learn fills it with distant points."""
     import numpy as np
 
     points = points - points.mean(axis=0)
@@ -169,7 +169,7 @@ def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
 
 ADAMSS = Algorithm(
     "adamss", AdamssTensors, fitted_shapes, delta, "PEFT", also_bias=True,
-    beside={"weight": "weight", "bias": "bias"},
+    base_slots={"weight": "weight", "bias": "bias"},
     rebuild=Rebuild(frozenset({"order"}), rebuild, f"its groups of rows are clusters in the base, {ON_CPU}"),
     checks=Checks({**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]}),
 )  # fmt: skip

@@ -87,7 +87,7 @@ class Rebuild(NamedTuple):
     """Slots that the training library computes from the base when it loads an adapter."""
 
     slots: frozenset[str]
-    """Optional slots, all of which are computed where a file lacks one."""
+    """Optional slots, all of which are computed if a file lacks one."""
     tensors: Callable[[LoadedModule], Mapping[str, Tensor]]
     """(LoadedModule) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the
     sign of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not
@@ -106,7 +106,7 @@ class Checks:
     """Integer slot or setting → function of (fitted shapes, weight shape) → the allowed range of its numbers: one range
     for all, or one for each entry of the slot's first axis. Every integer slot that a file can store has a range."""
     integers: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
-    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where integers within
+    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit if integers within
     their bounds contradict each other or the shapes."""
     settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
     """(settings from the adapter's configuration, fitted shapes, weight shape): raises DoesNotFit for
@@ -177,15 +177,15 @@ class Algorithm:
     of ΔW then need only their own entries, and their own rows of the base. Rows that share an entry,
     as those of one expert do, are computed together. None: ΔW can only be computed whole."""
     not_sliceable_with: frozenset[str] = frozenset()
-    """Names of optional slots, settings and scalars. Where such a slot is stored, such a setting is true or such a
+    """Names of optional slots, settings and scalars. If such a slot is stored, such a setting is true or such a
     scalar is finite, ΔW can only be computed whole, despite `row_axes`."""
     reads_base: bool = False
     """Whether ΔW depends on the values of the base."""
     shared: frozenset[str] = frozenset()
     """Required slots that a file may hold once for all modules."""
-    beside: Mapping[str, str] = field(default_factory=dict)
+    base_slots: Mapping[str, str] = field(default_factory=dict)
     """Slot that no file stores → parameter of the same module. The slot gets the base's values of that parameter,
-    [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None where the
+    [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None if the
     base does not have it."""
     value: str = ""
     """The optional slot for the trained value of the parameter, where an adapter stores that value with the tensors
@@ -200,16 +200,16 @@ class Algorithm:
     """Whether the formula also changes the bias of the module, where the base has one."""
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): adds strength · ΔW to acc in place, without
-    storing ΔW. Where ΔW depends on the base, acc is the untouched base."""
+    storing ΔW. If ΔW depends on the base, acc is the untouched base."""
     low_rank: Factorisation | None = None
     """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
     weight_shape: Callable[[Shapes], Shape | None] | None = None
-    """(stored shape of each slot) → shape of the weight; None where the slots do not show it. Ask `shown_shape`."""
+    """(stored shape of each slot) → shape of the weight; None if the slots do not show it. Ask `shown_shape`."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → slots that the file does not store, such as indices drawn
     from a seed; CPU tensors without n."""
     rebuild: Rebuild | None = None
-    """The slots that follow from the base where a file lacks them."""
+    """The slots that follow from the base if a file lacks them."""
     parameter: str = "weight"
     """The parameter of the module that the tensors change, where their keys do not name it."""
     stores: Literal["", "factors", "change"] = ""
@@ -268,7 +268,7 @@ class Algorithm:
         return bool(self.without_start)
 
     def shown_shape(self, stored: Shapes) -> Shape | None:
-        """Return the shape of the weight as the stored shapes show it; None where they do not, or a tensor has fewer
+        """Return the shape of the weight as the stored shapes show it; None if they do not, or a tensor has fewer
         axes than the formula needs."""
         try:
             return self.weight_shape(stored) if self.weight_shape is not None else None
@@ -309,7 +309,7 @@ class Algorithm:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """Setting → default, or MISSING where the adapter's configuration must give a value."""
+        """Setting → default, or MISSING if the adapter's configuration must give a value."""
         taken = set(self.slots) | self.scalars
         return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
 
@@ -349,7 +349,7 @@ def other_inputs(slot: str, stored: Shape, target: Shape) -> str:
 
 
 def length(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return ‖values‖₂ over these axes, kept with length 1; NaN where the norm overflows, because dividing by infinity
+    """Return ‖values‖₂ over these axes, kept with length 1; NaN if the norm overflows, because dividing by infinity
     would give 0 without any error."""
     import torch
 
@@ -386,14 +386,22 @@ def expect(*, holds: bool, otherwise: str) -> None:
 
 
 def expect_shapes(shapes: Shapes, want: Shapes) -> Shapes:
-    """Return the wanted shapes; raise DoesNotFit where a stored shape differs."""
+    """Return the wanted shapes; raise DoesNotFit if a stored shape differs."""
     for slot, shape in want.items():
         expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
     return want
 
 
+def factor_pair(shapes: Shapes, rows: int, cols: int) -> dict[str, Shape]:
+    """Return the shapes of up (rows, r) and down (r, cols), the factors of a weight of this size."""
+    (out, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
+    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
+    expect(holds=(out, width) == (rows, cols), otherwise=f"up × down is {out}×{width}, the weight {rows}×{cols}")
+    return {"up": (out, rank), "down": (rank, width)}
+
+
 def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
-    """Return the shapes of up (out, r) and down (r, cols), or nothing where the file has no such pair."""
+    """Return the shapes of up (out, r) and down (r, cols), or nothing if the file has no such pair."""
     if "down" not in shapes and "up" not in shapes:
         return {}
     (out, cols), down, up = flat(target), shapes.get("down", ()), shapes.get("up", ())
@@ -408,8 +416,8 @@ def extra_pair(shapes: Shapes, target: Shape) -> dict[str, Shape]:
 class AlphaOverRank:
     """The rule scale = α / r; the scale is 1 without an α, and for α = 0, which trainers read as α = r."""
 
-    rank: Callable[[Shapes], int]
-    """(fitted shapes) → r, or 0 where only the adapter's configuration gives the scale."""
+    rank: Callable[[Shapes], int] = lambda _: 0
+    """(fitted shapes) → r, or 0 if only the adapter's configuration gives the scale."""
 
     def __call__(self, alpha: float | None, shapes: Shapes, _: Shape) -> Mapping[str, float]:
         """Return {"scale": α / r}; raise DoesNotFit if α is NaN or infinite."""
@@ -421,8 +429,3 @@ class AlphaOverRank:
 def alpha_over(slot: str, axis: int = 0) -> AlphaOverRank:
     """Return the rule α / r, with r from an axis of a fitted slot."""
     return AlphaOverRank(lambda shapes: shapes[slot][axis])
-
-
-def alpha_by(rank: Callable[[Shapes], int] = lambda _: 0) -> AlphaOverRank:
-    """Return the rule α / r, with r computed from the fitted shapes; by default the configuration gives the scale."""
-    return AlphaOverRank(rank)

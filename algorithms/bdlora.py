@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Factorisation, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, AlphaOverRank, Factorisation, Shape, Shapes, expect, flat
 from .tensors import FactorPair
 
 if TYPE_CHECKING:
@@ -67,6 +67,6 @@ def _rank(shapes: Shapes, _: Shape) -> int:
 
 BDLORA = Algorithm(
     "bdlora", FactorPair, fitted_shapes, delta, "PEFT",
-    scalars_from=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1]),
+    scalars_from=AlphaOverRank(lambda shapes: shapes["down"][0] * shapes["down"][1]),
     low_rank=Factorisation(_rank, factors),
 )  # fmt: skip

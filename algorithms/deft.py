@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Factorisation, Shape, Shapes, alpha_by, expect, expect_shapes, flat, of_factors, rank_of
+from .base import AlphaOverRank, Factorisation, Shape, Shapes, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,5 +52,5 @@ def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:
 
 DEFT = of_factors(
     "deft", DeftTensors, fitted_shapes, Factorisation(rank_of("subspace", 1), factors), "PEFT", reads_base=True,
-    decomposes=True, scalars_from=alpha_by(),
+    decomposes=True, scalars_from=AlphaOverRank(),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect, flat
+from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,6 @@ def delta(base: Tensor, t: FourierTensors) -> Tensor:
 
 
 FOURIERFT = Algorithm(
-    "fourierft", FourierTensors, fitted_shapes, delta, "arXiv:2405.03003", scalars_from=alpha_by(), derive=derive,
+    "fourierft", FourierTensors, fitted_shapes, delta, "arXiv:2405.03003", scalars_from=AlphaOverRank(), derive=derive,
     decomposes=True, checks=Checks(SEEDED),
 )  # fmt: skip

@@ -1,12 +1,12 @@
 """FRoD, the weight written anew in a basis that all layers of a kind share: W' = U (S + diag(l)) Vᵀ. PEFT 0.21.2
 tuners/frod/layer.py.
 
-V is stored once for all layers that end in the same name. Where it is not stored (`save_projection=False`), it follows
+V is stored once for all layers that end in the same name. If it is not stored (`save_projection=False`), it follows
 from the weights of these layers. U follows from the untouched weight: its columns are those of
 W V⁻ᵀ, scaled to length 1. S is zero except for some entries. W' contains the untouched weight only through U.
 
 The steps are those of PEFT (0.21.2, tuners/frod/model.py), in fp32 on the CPU, which PEFT uses whatever the device.
-LAPACK determines the signs of the eigenvectors. Where eigenvalues are so close that rounding determines the vectors,
+LAPACK determines the signs of the eigenvectors. If eigenvalues are so close that rounding determines the vectors,
 machines do not agree, and the layers are refused; the same steps in fp64 show this.
 """
 
@@ -52,7 +52,7 @@ SHORTEST = 1e-12
 
 
 def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Return V [in, in] in fp32, from weights [out, in] in fp32; raise DoesNotFit where rounding determines V.
+    """Return V [in, in] in fp32, from weights [out, in] in fp32; raise DoesNotFit if rounding determines V.
 
     The order of the weights matters. `cast` is that of LoadedModule.
     """
@@ -121,7 +121,7 @@ class FrodTensors:
     values: Tensor  # of S, [n, m]
     basis: Tensor | None = None  # V, [n, in, in]; shared
     places: Indices | None = None  # rows and columns of S, [n, 2, m]; shared
-    layers: int = 0  # this and the following are set where V is not stored: how many layers share V
+    layers: int = 0  # this and the following are set if V is not stored: how many layers share V
     ridge: float = 0.0  # `regularization_alpha`
     dtype: str = ""  # that of the weight; PEFT rounds V to it
     widths: tuple[int, ...] = ()  # inputs of every kind of layer whose S is drawn before this one, and of this one

@@ -133,7 +133,7 @@ def _joined(base: Tensor, t: GloraTensors) -> tuple[Tensor, Tensor]:
 
 
 def _columns(t: GloraTensors) -> Tensor:
-    """Return B₂ as [n, r, cols], contracted with the core where there is one."""
+    """Return B₂ as [n, r, cols], contracted with the core if there is one."""
     return t.b2 if t.bm is None else tucker(t.bm, t.b2)
 
 

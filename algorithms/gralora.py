@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, extra_pair, flat
+from .base import Algorithm, AlphaOverRank, Shape, Shapes, expect, extra_pair, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,4 +55,6 @@ def _rank(shapes: Shapes) -> int:
     return shapes["inputs"][2] * shapes["inputs"][3] + (shapes["down"][0] if "down" in shapes else 0)
 
 
-GRALORA = Algorithm("gralora", GraloraTensors, fitted_shapes, delta, "arXiv:2505.20355", scalars_from=alpha_by(_rank))
+GRALORA = Algorithm(
+    "gralora", GraloraTensors, fitted_shapes, delta, "arXiv:2505.20355", scalars_from=AlphaOverRank(_rank)
+)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs
+from .base import Algorithm, Shape, Shapes, expect, factor_pair, flat, same_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,22 +27,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
         holds=same_inputs(down[1:], target[1:]),
         otherwise=f"down is {list(down)}, the weight {list(target)}",
     )
-    return _fitted_shapes(shapes, out, cols)
+    return factor_pair(shapes, out, cols)
 
 
 def fitted_shapes_embedding(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (dim, r) and down (r, vocabulary)."""
-    return _fitted_shapes(shapes, *reversed(flat(target)))
-
-
-def _fitted_shapes(shapes: Shapes, rows: int, cols: int) -> Shapes:
-    (out, rank), (down_rank, width) = flat(shapes["up"]), flat(shapes["down"])
-    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
-    expect(
-        holds=(out, width) == (rows, cols),
-        otherwise=f"up × down is {out}×{width}, the weight {rows}×{cols}",
-    )
-    return {"up": (out, rank), "down": (rank, width)}
+    return factor_pair(shapes, *reversed(flat(target)))
 
 
 def delta(base: Tensor, t: HiraTensors) -> Tensor:

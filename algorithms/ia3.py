@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Ia3Tensors:
     """The adapter tensors of n layers of equal shape, stacked."""
 
-    diff: Tensor  # w, [n, groups, in] where the shapes allow inputs, else [n, out, 1]
+    diff: Tensor  # w, [n, groups, in] if the shapes allow inputs, else [n, out, 1]
     on_input: Indices  # [n, 1, 1], 0: rows, 1: input channels
 
 
@@ -62,7 +62,7 @@ def check(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None
 
 
 def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `on_input` is read only where the shapes allow both axes."""
+    """Return ΔW [n, out, cols]; `on_input` is read only if the shapes allow both axes."""
     import torch
 
     (n, out, cols), (_, groups, inputs) = base.shape, t.diff.shape

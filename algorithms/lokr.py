@@ -160,7 +160,7 @@ def _rank(shapes: Shapes, _: Shape) -> int:
 
 
 def weight_shape(shapes: Shapes) -> Shape | None:
-    """Return the shape of the weight; None where no kernel says how the columns of w2 are cut."""
+    """Return the shape of the weight; None if no kernel says how the columns of w2 are cut."""
     sides = []
     for name in ("w1", "w2"):
         core = shapes.get(name.replace("w", "t"))

@@ -6,7 +6,7 @@ kernel and B is 1×1, so the flattened product is the flattened ΔW. With a Tuck
 
 LyCORIS trains its DyLoRA with α over the number of blocks, which only the file's metadata shows. Without metadata,
 a DyLoRA of linear layers has the names, the shapes and the numbers of a LoRA: it is merged by α / r, as LyCORIS loads
-it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r where all its ranks are used.
+it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r if all its ranks are used.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def add_product(acc: Tensor, left: Tensor, right: Tensor, *factors: Tensor) -> N
 
 
 def _columns(t: LoraTensors) -> Tensor:
-    """Return A as [n, r, cols]: `down`, contracted with the core where there is one."""
+    """Return A as [n, r, cols]: `down`, contracted with the core if there is one."""
     return t.down if t.mid is None else tucker(t.mid, t.down)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, AlphaOverRank, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ def delta(base: Tensor, t: BiasTensors) -> Tensor:
 
 LORA_BIAS = Algorithm(
     "lora_bias", BiasTensors, fitted_shapes, delta, "arXiv:2106.09685", row_axes={"diff": 0},
-    scalars_from=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # r of the factors of the same module
+    scalars_from=AlphaOverRank(lambda shapes: shapes.get("down", (0,))[0]),  # r of the factors of the same module
     parameter="bias", weight_shape=lambda shapes: shapes["diff"],
     part_of_lora=True,
 )  # fmt: skip

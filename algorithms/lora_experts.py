@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .base import Algorithm, Shape, Shapes, alpha_over, expect
 from .tensors import FactorPair
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def delta(base: Tensor, t: FactorPair) -> Tensor:
 def _row(name: str, shapes: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
     return Algorithm(
         name, FactorPair, shapes, delta, "arXiv:2106.09685",
-        scalars_from=alpha_by(lambda fitted: fitted["down"][1]), row_axes={"up": -1, "down": 0}, layout="experts",
+        scalars_from=alpha_over("down", 1), row_axes={"up": -1, "down": 0}, layout="experts",
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """litgpt's LoRA of a fused query-key-value weight: one small LoRA per part, stored together.
 
 A stacks the parts' (r, in), B the parts' (rows, r); part i changes its own rows, ΔW = (α / r) · Bᵢ
-Aᵢ, and the rows of untrained parts stay. The file does not store how many rows a part has where
+Aᵢ, and the rows of untrained parts stay. The file does not store how many rows a part has if
 keys and values are grouped, so `parts` gives them. litgpt/lora.py, LoRAQKVLinear.
 """
 

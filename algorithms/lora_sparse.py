@@ -92,7 +92,7 @@ def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
 
 
 def stored_bounds(_: Shapes, __: Shape) -> list[Bounds]:
-    """Return the range of stored numbers: int16, or positive int32 where a program saved them wider."""
+    """Return the range of stored numbers: int16, or positive int32 if a program saved them wider."""
     return [Bounds(-(2**15), 2**31)]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .base import Algorithm, Shape, Shapes, alpha_over, expect
 from .tensors import FactorPair
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def delta(base: Tensor, t: FactorPair) -> Tensor:
 def _row(name: str, shared: str = "") -> Algorithm:
     return Algorithm(
         name, FactorPair, _fitted_shapes(frozenset((shared,))), delta, "arXiv:2106.09685",
-        scalars_from=alpha_by(lambda fitted: fitted["down"][1]), row_axes=dict.fromkeys({"up", "down"} - {shared}, 0),
+        scalars_from=alpha_over("down", 1), row_axes=dict.fromkeys({"up", "down"} - {shared}, 0),
         layout="experts",
     )  # fmt: skip
 

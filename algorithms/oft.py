@@ -43,7 +43,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def fitted_rescale(shapes: Shapes, target: Shape) -> dict[str, Shape]:
-    """Return the shape of rescale (out, 1), or nothing where it is not stored."""
+    """Return the shape of rescale (out, 1), or nothing if it is not stored."""
     if "rescale" not in shapes:
         return {}
     rows = (target[0], 1)

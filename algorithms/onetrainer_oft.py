@@ -3,7 +3,7 @@ modules/module/oft_utils.py, after arXiv:2506.19847 (OFTv2).
 
 R is the Neumann series of the Cayley transform, cut after five terms: I + 2S + 2S² + 2S³ + S⁴. For
 convolutions OneTrainer rotates the weight instead of the input, in the opposite direction: W' =
-flat(W) bd(R). A single stored block is shared by all columns. Where `scaled_oft` is stored, the
+flat(W) bd(R). A single stored block is shared by all columns. If `scaled_oft` is stored, the
 stored values are 2√(b−1) times too large.
 """
 

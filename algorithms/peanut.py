@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Checks, Shape, Shapes, alpha_by, expect, expect_shapes
+from .base import Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, expect_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +93,6 @@ def delta(base: Tensor, t: PeanutTensors) -> Tensor:
 
 
 PEANUT = Algorithm(
-    "peanut", PeanutTensors, fitted_shapes, delta, "arXiv:2410.01870", scalars_from=alpha_by(), reads_base=True,
+    "peanut", PeanutTensors, fitted_shapes, delta, "arXiv:2410.01870", scalars_from=AlphaOverRank(), reads_base=True,
     checks=Checks(settings=check_settings), scale_from_config=True,
 )  # fmt: skip

@@ -3,7 +3,7 @@ tuners/glora/layer.py.
 
 Only the name is that of LyCORIS' GLoRA: here A is multiplied with W element by element. Each letter is a product of two
 factors, or one tensor: a vector, a number, or zeros in the shape of the whole. PEFT stores the zeros and loads them, so
-they are read like other values. A layer without a bias has zeros for C, D and E, which are not read. Where the bias was
+they are read like other values. A layer without a bias has zeros for C, D and E, which are not read. If the bias was
 trained too (`bias`), the adapter stores the trained bias, which then takes the place of b on the right.
 """
 
@@ -66,7 +66,7 @@ def fitted_shapes_bias(shapes: Shapes, target: Shape) -> Shapes:
     return fitted
 
 
-def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape]:
+def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> Shapes:
     """Return the shapes of one letter, a matrix of this size."""
     up, down = f"{name}_up", f"{name}_down"
     if name in shapes:
@@ -79,10 +79,7 @@ def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape
         return {name: known[stored]}
     expect(holds={up, down} <= shapes.keys(), otherwise=f"{name} is not complete")
     rank = shapes[up][-1] if shapes[up] else 0
-    want: dict[str, Shape] = {up: (size[0], rank), down: (rank, size[1])}
-    for slot, shape in want.items():
-        expect(holds=shapes[slot] == shape, otherwise=f"{slot} is {list(shapes[slot])}, not {list(shape)}")
-    return want
+    return expect_shapes(shapes, {up: (size[0], rank), down: (rank, size[1])})
 
 
 def delta(base: Tensor, t: PeftGloraTensors) -> Tensor:
@@ -117,6 +114,6 @@ PEFT_GLORA = Algorithm(
 )  # fmt: skip
 PEFT_GLORA_BIAS = Algorithm(
     "peft_glora_bias", PeftGloraBiasTensors, fitted_shapes_bias, delta_bias, "arXiv:2306.07967",
-    reads_base=True, beside={"weight": "weight"}, value="trained",
+    reads_base=True, base_slots={"weight": "weight"}, value="trained",
     parameter="bias",
 )  # fmt: skip

@@ -41,7 +41,7 @@ class PeftOftTensors:
     skew: Tensor  # [n, k, b(b−1)/2]
     terms: int  # of the Neumann series; 0: the exact Cayley transform
     doubled_last: bool = False  # in files of PEFT 0.16 and 0.17
-    limit: float = 0.0  # `eps` where `coft` is on; 0: none
+    limit: float = 0.0  # `eps` if `coft` is on; 0: none
     shared: bool = True  # `block_share`: whether one block may be shared by all inputs
 
 
@@ -100,7 +100,7 @@ def fitted_shapes_first(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
-    """Raise DoesNotFit for one block of several where the configuration does not say that it is shared."""
+    """Raise DoesNotFit for one block of several if the configuration does not say that it is shared."""
     stored = shapes["skew"] if "skew" in shapes else shapes["blocks"]
     size = block_size(stored[1]) if "skew" in shapes else stored[1]
     rows, cols = flat(target)
@@ -112,7 +112,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -
 
 
 def block_size(triangle: int) -> int:
-    """Return b where b(b−1)/2 numbers are stored, 1 for no numbers; 0 if no b fits."""
+    """Return b if b(b−1)/2 numbers are stored, 1 for no numbers; 0 if no b fits."""
     b = (1 + isqrt(1 + 8 * triangle)) // 2
     return b if b * (b - 1) // 2 == triangle else 0
 
@@ -154,7 +154,7 @@ def skew_blocks(triangles: Tensor) -> Tensor:
 
 
 def delta(base: Tensor, t: PeftRotation) -> Tensor:
-    """Return W (diag(R)ᵀ − I), [n, out, cols], or s ⊙ (W diag(R)ᵀ) − W where there are `rows`."""
+    """Return W (diag(R)ᵀ − I), [n, out, cols], or s ⊙ (W diag(R)ᵀ) − W if there are `rows`."""
     n, out, cols = base.shape
     blocks = base.reshape(n, out, -1, t.turned.shape[2]).transpose(1, 2)  # [n, k, out, b]
     change = (blocks @ t.turned.transpose(2, 3)).transpose(1, 2).reshape(n, out, cols)
@@ -168,7 +168,7 @@ def prepare_embedding(t: PeftOftTensors) -> PeftRotation:
 
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
     """Return s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
-    blocks = base.shape[2] // t.blocks.shape[2]  # the number of blocks that tile the columns, also where one is shared
+    blocks = base.shape[2] // t.blocks.shape[2]  # the number of blocks that tile the columns, also if one is shared
     return delta(base, PeftRotation(cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))), t.rows))
 
 

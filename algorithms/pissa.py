@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, flat
+from .base import Algorithm, Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, factor_pair, flat
 from .tensors import FactorPair, ScaledPair
 
 if TYPE_CHECKING:
@@ -22,17 +22,13 @@ if TYPE_CHECKING:
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     """Return the shapes of up (out, r), down (r, cols) and, for KaSA, values (r, 1)."""
-    (out, cols), (rows, rank), (down_rank, width) = map(flat, (target, shapes["up"], shapes["down"]))
-    expect(holds=rank == down_rank, otherwise=f"up has rank {rank}, down has rank {down_rank}")
-    expect(
-        holds=(rows, width) == (out, cols),
-        otherwise=f"up × down is {rows}×{width}, the weight {out}×{cols}",
-    )
+    out, cols = flat(target)
+    fitted = factor_pair(shapes, out, cols)
+    rank = fitted["up"][1]
     expect(
         holds=rank <= min(out, cols),
         otherwise=f"rank {rank} is more than a {out}×{cols} weight has",
     )
-    fitted = {"up": (out, rank), "down": (rank, cols)}
     if "values" in shapes:
         expect_shapes(shapes, {"values": (rank,)})
         fitted["values"] = (rank, 1)

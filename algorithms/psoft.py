@@ -68,7 +68,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 
 
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
-    """Raise DoesNotFit unless `turn` is a triangle where R is orthogonal, and a matrix where R is free.
+    """Raise DoesNotFit unless `turn` is a triangle if R is orthogonal, and a matrix if R is free.
 
     One number is both: R of rank 1, or the triangle of rank 2, for which the weight may be too small.
     """

@@ -2,11 +2,11 @@
 
 With the smaller side s and the larger side l of the weight and N = ⌈s / r⌉ bases: A' = rows (k, i)
 of λ[k, i] · A[k, i, :s] · γ[i, :], B' = columns (i, k) of B[:l, i, k], and ΔW = g · B' A', or its
-transpose where the inputs are the larger side. The orders (k, i) and (i, k) differ, as in PEFT
+transpose if the inputs are the larger side. The orders (k, i) and (i, k) differ, as in PEFT
 tuners/randlora/layer.py.
 
 The bases are stored, or drawn again from `projection_prng_key` on the CPU as in PEFT (model.py): in bf16,
-or as −1, 0 and 1 where they are sparse, and divided by their standard deviation."""
+or as −1, 0 and 1 if they are sparse, and divided by their standard deviation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect, flat
+from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +100,6 @@ def delta(base: Tensor, t: RandTensors) -> Tensor:
 
 
 RANDLORA = Algorithm(
-    "randlora", RandTensors, fitted_shapes, delta, "arXiv:2502.00987", scalars_from=alpha_by(), derive=derive,
+    "randlora", RandTensors, fitted_shapes, delta, "arXiv:2502.00987", scalars_from=AlphaOverRank(), derive=derive,
     checks=Checks(SEEDED), scale_from_config=True,
 )  # fmt: skip

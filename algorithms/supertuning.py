@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import ON_CPU, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, alpha_by, expect, extra_pair
+from .base import ON_CPU, Algorithm, AlphaOverRank, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, extra_pair
 from .bounds import below
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class SuperTensors:
 
     values: Tensor  # [n, m]
     scale: Scalar  # α / r
-    places: Indices | None = None  # [n, m]; where not stored, the positions of the m largest weights
+    places: Indices | None = None  # [n, m]; if not stored, the positions of the m largest weights
     up: Tensor | None = None  # [n, out, r]
     down: Tensor | None = None  # [n, r, cols]
     top: bool = True  # `select_top`: the largest weights, not the smallest
@@ -62,7 +62,7 @@ def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
 
 SUPERTUNING = Algorithm(
     "supertuning", SuperTensors, fitted_shapes, delta, "arXiv:2607.09287",
-    scalars_from=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
+    scalars_from=AlphaOverRank(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
     rebuild=Rebuild(
         frozenset({"places"}), rebuild,
         f"its places are not stored (save_precomputed_indices): those of the largest weights, {ON_CPU}",

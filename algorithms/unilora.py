@@ -33,7 +33,7 @@ class UniTensors:
     down_weight: Tensor | None = None  # [n, r, in]
     up_choice: Indices | None = None  # [n, out, r]
     up_weight: Tensor | None = None  # [n, out, r]
-    rank: int = 0  # r; this and the following are set where the indices are not stored
+    rank: int = 0  # r; this and the following are set if the indices are not stored
     shuffle: int = 0  # `proj_seed`, a seed of numpy
     start: int = 0  # position of this layer's first number among those of all layers
     total: int = 0  # count of the numbers of all layers

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect
+from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect
 from .fourierft import fitted_shapes, places
 
 if TYPE_CHECKING:
@@ -92,6 +92,6 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
 
 
 WAVEFT = Algorithm(
-    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532", scalars_from=alpha_by(), derive=derive,
+    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532", scalars_from=AlphaOverRank(), derive=derive,
     decomposes=True, checks=Checks(SEEDED, settings=check_settings), scale_from_config=True,
 )  # fmt: skip

@@ -77,7 +77,7 @@ def is_norm_limit(row: Algorithm, module: str, alpha: float | None, metadata: Ma
 
 def network_arguments(row: Algorithm, metadata: Mapping[str, str], where: str) -> NetworkArguments:
     """Return the arguments for a row of ALGORITHMS; InputError for damaged metadata that the row may depend on."""
-    # Read the tables; a damaged one counts only where the formula may depend on it.
+    # Read the tables; a damaged one counts only if the formula may depend on it.
     tables, note = {}, None
     for name in [name for name in READ_ARGUMENTS if name in metadata]:
         try:

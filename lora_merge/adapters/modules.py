@@ -99,7 +99,7 @@ class Module:
 
     @property
     def height(self) -> int:
-        """The number of rows of the weight that the module changes; 0 where its tensors do not show it."""
+        """The number of rows of the weight that the module changes; 0 if its tensors do not show it."""
         up, blocks = self.shapes.get("up", ()), self.shapes.get("blocks", ())
         return up[0] if up else prod(blocks[:2]) if len(blocks) > 1 else 0
 
@@ -113,7 +113,7 @@ class Module:
 def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
     rows = [ALGORITHMS[name] for name in algorithms]
     return tuple(
-        row.name for row in rows if slots <= row.slots.keys() and row.required <= {*slots, *row.shared, *row.beside}
+        row.name for row in rows if slots <= row.slots.keys() and row.required <= {*slots, *row.shared, *row.base_slots}
     )
 
 
@@ -347,19 +347,19 @@ def two_in_one_slot(path: Path, first: StoredTensor, second: StoredTensor) -> In
 
 
 def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
-    """Return for every module the [out, in] of the weight that it changes; () where its tensors do not show it."""
+    """Return for every module the [out, in] of the weight that it changes; () if its tensors do not show it."""
     weights_last = sorted(modules, key=lambda m: m.parameter == "weight")  # a bias of the same name has no width
     return {m.name: weight_shape(m.shapes) for m in weights_last}
 
 
 def weight_shape(slots: Mapping[str, Shape]) -> Shape:
-    """Return [out, in] of the weight that tensors of these shapes change; () where they do not show it."""
+    """Return [out, in] of the weight that tensors of these shapes change; () if they do not show it."""
     up, down = slots.get("up", ()), slots.get("down", ())
     return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
 
 
 def rank_of(module: Module) -> int:
-    """Return the rank of a module from its stored shapes; 0 where the algorithm has none."""
+    """Return the rank of a module from its stored shapes; 0 if the algorithm has none."""
     complete = module.complete
     slot = next((s for s in RANK_SLOTS if s in module.slots), None)
     if slot is None or not (shape := module.slots[slot].shape):

@@ -3,7 +3,7 @@
 Trainers keep the configuration of the network in plain entries of the header, in an entry of JSON, or in a JSON or YAML
 file next to the adapter. `ENTRY_MEANINGS` is the one table of these entries. The rules are those on which SGLang,
 diffusers and ComfyUI agree: α of a tensor wins; a stated α is a finite number and is divided by the rank of each
-module's own tensors; it is not used where the ranks of a file differ and one bare number is stated. What could change
+module's own tensors; it is not used if the ranks of a file differ and one bare number is stated. What could change
 the merged weights and is not used is refused by its name. Tables in PEFT's own words are read as PEFT's configuration.
 """
 
@@ -27,7 +27,7 @@ from .modules import SCALE_SLOTS, AdapterFile, Module, group
 from .peft.rules import ADAPTER_METADATA, UNTYPED, PeftRules, by_component, rules
 
 OTHER_ENTRIES: Final = (
-    "ss_", "sshs_", "modelspec.",  # sd-scripts; musubi-tuner leaves ss_network_alpha where it folds α into the tensors
+    "ss_", "sshs_", "modelspec.",  # sd-scripts; musubi-tuner leaves ss_network_alpha if it folds α into the tensors
     "ot_", "training_info", "software",  # OneTrainer, which stores α; ai-toolkit
     "lycoris_config",  # SimpleTuner: kohya_args.py reads it
     "sd_merge_", "lora_merge", "mecha_recipe",  # programs that merge: of a change that they made already
@@ -160,7 +160,7 @@ class Statement:
         return bool(self.used or self.problem)
 
     def alpha(self, rank: int) -> float | None:
-        """Return α for a module of this rank; None where none is stated.
+        """Return α for a module of this rank; None if none is stated.
 
         InputError or FitError, with the setting that answers, where the tables do not settle it.
         """

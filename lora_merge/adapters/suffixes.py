@@ -98,7 +98,7 @@ class Suffix:
     ending: str
     """End of the key, from a dot on."""
     slot: str
-    """Field of the algorithm's tensors dataclass, or one of SHARED_SLOTS where `algorithms` is ANY."""
+    """Field of the algorithm's tensors dataclass, or one of SHARED_SLOTS if `algorithms` is ANY."""
     algorithms: tuple[str, ...]
     """Names in ALGORITHMS that have this slot."""
     parameter: str = "weight"
@@ -197,7 +197,7 @@ _FIRST: Final = {ending.split(".")[1] for ending in _BY_ENDING}
 
 
 def split(key: str) -> tuple[str, Suffix] | None:
-    """Return ("unet.q", row) for "unet.q.lora_up.weight"; None where no row fits, which matching reports."""
+    """Return ("unet.q", row) for "unet.q.lora_up.weight"; None if no row fits, which matching reports."""
     if _SIGNS.search(key):
         key = _rewritten(key)
     head, *tail = key.rsplit(".", MOST_ENDING_PARTS)

@@ -42,7 +42,7 @@ NO_VALUES: Final = ("", "None", "null", "{}", "[]")
 
 def made_for(index: Index, modules: Mapping[str, Shape]) -> tuple[Sequence[Architecture], str]:
     """Return the models that an adapter may be for, and what shows it where its names and shapes do not: an entry of
-    its metadata, or its names alone. `modules`: module → the shape of its weight, () where it is not known."""
+    its metadata, or its names alone. `modules`: module → the shape of its weight, () if it is not known."""
     fitting, (stated, entry_name) = architectures(modules_of(of_the_denoiser(modules))), stated_model(index)
     if stated and (not fitting or (len(fitting) > 1 and any(a.title == stated for a in fitting))):
         return [a for a in shipped() if a.title == stated], entry_name
@@ -51,7 +51,7 @@ def made_for(index: Index, modules: Mapping[str, Shape]) -> tuple[Sequence[Archi
 
 
 def stated_model(index: Index) -> tuple[str, str]:
-    """Return the title of the model that metadata name, and the entry; ("", "") where they name none that is known."""
+    """Return the title of the model that metadata name, and the entry; ("", "") if they name none that is known."""
     for name in STATED:
         if title := _titled(_text(index, name)):
             return title, name

@@ -22,10 +22,10 @@ from ..models.inferred_base import (
     InferredParameter,
     OtherModel,
     UnknownBaseError,
-    assumed,
     candidates,
     complete,
     has_words,
+    inferred_base,
 )
 from ..models.names import Names
 from ..models.network import Component
@@ -167,7 +167,7 @@ def without_base(job: AdapterJob, files: Sequence[AdapterFile], to: Dialect) -> 
                 why = f"{to.name} has no names for {architecture.title}"
                 continue
             try:
-                parts = [complete(p, to.of(architecture).layout(p)) for p in assumed(changes, architecture)]
+                parts = [complete(p, to.of(architecture).layout(p)) for p in inferred_base(changes, architecture)]
             except OtherModel as e:
                 why = str(e)
                 continue

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..engine.devices import precise
 from ..engine.row_matrix import CACHED, RowMatrix
 from ..engine.tensor_moves import HOST, Placement, host, stage
-from ..engine.tensors import beside
+from ..engine.tensors import on_device_of
 from .factors import CLEAN, DEFECT, Triples, numeric_rank
 from .rank_rules import Rule, choose, known_rank
 from .rounding import squares_of_rows
@@ -237,7 +237,7 @@ def _triangle(matrix: Tensor) -> Triangles:
             return Triangles(*(chosen(clean, part, other) for part, other in zip(first, second, strict=True)))
     q, r = torch.linalg.qr(host(matrix, torch.float64))
     identity = _identity(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
-    return Triangles(beside(q.to(matrix.dtype), matrix), beside(identity.to(matrix.dtype), matrix), r)
+    return Triangles(on_device_of(q.to(matrix.dtype), matrix), on_device_of(identity.to(matrix.dtype), matrix), r)
 
 
 def _turned(matrix: Tensor) -> Triangles | None:
@@ -248,12 +248,12 @@ def _turned(matrix: Tensor) -> Triangles | None:
     inverse = torch.linalg.solve_triangular(lower, _identity(lower), upper=False)
     if not bool(torch.isfinite(inverse).all()):
         return None
-    return Triangles(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
+    return Triangles(matrix, on_device_of(inverse.mT.to(matrix.dtype), matrix), lower.mT)
 
 
 def chosen(which: Tensor, first: Tensor, other: Tensor) -> Tensor:
     """Return of each pair of matrices the one that a truth value [n] on the host says."""
-    return torch.where(beside(which, first)[:, None, None], first, other) if bool(which.any()) else other
+    return torch.where(on_device_of(which, first)[:, None, None], first, other) if bool(which.any()) else other
 
 
 def _condition(factor: Triangles) -> Tensor:

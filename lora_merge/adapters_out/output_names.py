@@ -19,7 +19,7 @@ from ..dtypes import Shape, StoredTensor
 from ..errors import AmbiguousName, FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
-from ..models.inferred_base import InferredParameter, UnknownBaseError, assumed, candidates
+from ..models.inferred_base import InferredParameter, UnknownBaseError, candidates, inferred_base
 from ..models.names import Names
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
@@ -111,7 +111,7 @@ def _is_one_layout(changes: Sequence[InferredParameter]) -> bool:
         return False
     for architecture in known:
         with suppress(UnknownBaseError):
-            return bool(assumed(changes, architecture))
+            return bool(inferred_base(changes, architecture))
     return False
 
 

@@ -251,7 +251,7 @@ def _joined_target(
             sizes = f"{list(shape)} in {first.name}, {list(shape_of(module) or ())} in {other.name}"
             where = f"{first} and {other}: the weight of {module.name} is {sizes}"
             raise FitError("two adapters are for different models", where, "combine adapters of one model") from e
-        if patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
+        if patch.reads_base or patch.base_slots or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
             raise UsageError(f"ΔW of {patch.algorithm if patch.magnitude is None else 'DoRA'} depends on the base",
                              f"{context.adapter.path}: {module.where}", GIVE_BASE)  # fmt: skip
         if refs[number].parts:

@@ -243,7 +243,6 @@ def _model_as_adapter(command: Any) -> MergeError | None:
 def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
     """Return how to correct a line that lacks a word, or has one too many: the line itself, with values as in the
     example of the command's help."""
-    from .foreign_options import right_value
 
     epilog = getattr(known, "epilog", None) or ""
     example = next(iter(re.findall(r"^  (lora-merge .*)", epilog, re.MULTILINE)), "")

@@ -1,6 +1,6 @@
 """Adapter files, whose header is known last. `Draft`: the data are written at once, behind room for the header.
 
-So no byte is written twice, and the disk works while the processors do. A small file waits in memory. `Heap`: where the
+So no byte is written twice, and the disk works while the processors do. A small file waits in memory. `Heap`: if the
 order of the tensors is known last too, they wait in memory and in a temporary file.
 """
 

@@ -63,7 +63,7 @@ def holds(fd: int, offset: int, block: memoryview) -> bool:
     """Return whether the page cache holds the `len(block)` bytes of a file at `offset`, both multiples of the page.
 
     The check itself brings nothing into the page cache. `block` is memory that may be overwritten. Raises Unknown, and
-    OSError where the file cannot be read.
+    OSError if the file cannot be read.
     """
     counted = _pages(fd, offset, len(block))
     if counted is not None and counted <= (offset + len(block) - 1) // PAGESIZE - offset // PAGESIZE:

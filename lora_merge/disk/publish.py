@@ -8,7 +8,7 @@ systems report success for what they did not do. After each call that gives a na
 
 A temporary file or folder is called `.<name>.<12 hex digits>.lora-merge.part`. Each run holds a lock on its own: the
 next run removes the unlocked ones, which killed runs left, and keeps the locked ones. On Windows no other process can
-write to a locked file, and folders cannot be locked: there the run locks an empty file, `<temporary name>.lock`. Where
+write to a locked file, and folders cannot be locked: there the run locks an empty file, `<temporary name>.lock`. If
 two names cannot be swapped, a replaced folder is called `<temporary name>.old` for a moment; if the run is killed in
 that moment, the next run gives the folder its name back.
 """
@@ -113,7 +113,7 @@ def _make(part: Path, *, folder: bool, mode: int) -> None:
 
 
 def release(part: Path, lock: int) -> None:
-    """Give up the lock of a temporary file. Where the lock is a file of its own, remove it if the others are gone."""
+    """Give up the lock of a temporary file. If the lock is a file of its own, remove it if the others are gone."""
     if lock >= 0:
         with suppress(OSError):
             os.close(lock)
@@ -186,7 +186,7 @@ def remove_stale(folder: Path) -> None:
 
 @contextmanager
 def _idle(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file or folder in the block; yield False where another process has it, True without a file."""
+    """Hold the lock of a file or folder in the block; yield False if another process has it, True without a file."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)) if os.path.lexists(path) else -1
     try:
         yield fd < 0 or bool(try_lock(fd))
@@ -233,6 +233,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
     with failures(target), suppress(FileNotFoundError, NotADirectoryError):
         sweep(target.parent)  # first, as it may give an earlier output its name back
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
+    # A locked temporary file or folder, in a folder that another run may remove meanwhile.
     part, lock, done = target, -1, False
     old: Path | None = None
     folders: list[Path] = []
@@ -248,6 +249,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
                 except FileNotFoundError:
                     if not left:
                         raise
+        # The caller writes it; then it is uploaded, or gets its name.
         with uploading(part, target, overwrite=overwrite, progress=progress) as far:
             yield part
         if not far:
@@ -256,6 +258,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
         if old is not None:
             remove(old)
     finally:
+        # Whatever is left of it goes, and folders that were made for nothing.
         if part != target:
             remove(part if os.path.lexists(part) else moved(lock, part))
             release(part, lock)
@@ -384,7 +387,7 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
     """Rename `part` to `target` and sync the folder. Without `overwrite`, raise if `target` exists by now.
 
     Returns the new name of the old output, which the caller removes, or None. If that sync fails, the
-    rename is undone and the old output has its name again. Where the file system can neither swap nor link names, the
+    rename is undone and the old output has its name again. If the file system can neither swap nor link names, the
     old file is lost at that point, and the new one stays.
     """
     old: Path | None = None
@@ -451,7 +454,7 @@ def _undo(old: Path, target: Path, part: Path) -> None:
 
 def _publish_new(part: Path, target: Path) -> None:
     try:
-        _give(partial(os.link, part), part, target)  # unlike a rename, it fails where the name is taken
+        _give(partial(os.link, part), part, target)  # unlike a rename, it fails if the name is taken
     except FileExistsError as e:
         raise appeared(str(target)) from e
     except OSError as e:  # no links on this file system (exFAT, some networks)

@@ -321,6 +321,6 @@ def _make_sparse(f: Any) -> None:
         import msvcrt
 
         handle, done = msvcrt.get_osfhandle(f.fileno()), ctypes.c_ulong()
-        ctypes.windll.kernel32.DeviceIoControl(  # FSCTL_SET_SPARSE; where it fails, zeros take space on the disk
+        ctypes.windll.kernel32.DeviceIoControl(  # FSCTL_SET_SPARSE; if it fails, zeros take space on the disk
             ctypes.c_void_p(handle), 0x900C4, None, 0, None, 0, ctypes.byref(done), None
         )

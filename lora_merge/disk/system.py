@@ -1,4 +1,4 @@
-"""System calls that not every platform has, each with its replacement where it is missing.
+"""System calls that not every platform has, each with its replacement if it is missing.
 
 The other modules call these names and do not check the platform. All calls are looked up when this module is imported,
 so a test can first remove calls from `os` and `mmap` and then run the program without them.
@@ -101,12 +101,12 @@ def write_at(fd: int, data: memoryview, offset: int) -> int:
 
 
 def sync_data(fd: int) -> None:
-    """Bring the bytes of a file to the disk; its times only where the system has no fdatasync."""
+    """Bring the bytes of a file to the disk; its times only if the system has no fdatasync."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve the first `size` bytes of a file on the disk; OSError (EOPNOTSUPP) where the system cannot."""
+    """Reserve the first `size` bytes of a file on the disk; OSError (EOPNOTSUPP) if the system cannot."""
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     _os.posix_fallocate(fd, 0, size)
@@ -139,7 +139,7 @@ def undirect(fd: int) -> None:
 
 
 def private_memory(size: int) -> mmap.mmap:
-    """Return zeroed memory of this process, in huge pages where the system has them."""
+    """Return zeroed memory of this process, in huge pages if the system has them."""
     if sys.platform == "win32" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small pages
@@ -182,7 +182,7 @@ def is_read_only(path: os.PathLike[str]) -> bool:
 def peak_memory() -> int:
     """Return the largest resident size of this process so far, in bytes; 0 if the system does not say.
 
-    Where Linux shows it, that of this program alone: `getrusage` begins with the size of the process that started it.
+    If Linux shows it, that of this program alone: `getrusage` begins with the size of the process that started it.
     """
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -72,7 +72,7 @@ def goes_direct(path: Path, size: int, mode: Mode) -> bool:
 def same(a: Path, b: Path) -> bool:
     """Return whether two paths lead to the same file, by any name or link.
 
-    Where file names ignore case, FUSE drivers may give each spelling its own inode; then the names are compared.
+    If file names ignore case, FUSE drivers may give each spelling its own inode; then the names are compared.
     """
     try:
         if a.samefile(b):

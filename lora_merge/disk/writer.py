@@ -35,7 +35,7 @@ FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 IN_MEMORY: Final = 32 << 20  # bytes that wait in memory to be written; more wait in a temporary file
 WRITE_BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
 # copy_file_range was tried for unchanged bytes. On ext4 it takes as long as a read and a direct write (0.7 s and 0.7 to
-# 0.9 s a GB), needs 1.6 times the processor time, and fills the page cache. Where files share blocks, `share` copies
+# 0.9 s a GB), needs 1.6 times the processor time, and fills the page cache. If files share blocks, `share` copies
 # nothing.
 BEHIND: Final = 128 << 20  # bytes in the page cache that may still be unwritten
 
@@ -177,7 +177,7 @@ class Writer:
     """
 
     def __init__(self, path: Path, size: int, mode: Mode = "auto") -> None:
-        """Open `path` and reserve `size` bytes where the file system does that at once."""
+        """Open `path` and reserve `size` bytes if the file system does that at once."""
         self.path, self.size = path, size
         self._written = 0
         self._pages: dict[int, _Page] = {}  # incomplete pages, by their place in the file
@@ -350,7 +350,7 @@ def amend(path: Path, data: bytes, at: int = 0) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file and sync the copy, which shares its blocks with the source where the file system can.
+    """Copy a file and sync the copy, which shares its blocks with the source if the file system can.
 
     Raises InputError if the source is not a regular file.
     """

@@ -1,6 +1,6 @@
 """Finds merged weights whose terms cancel, such as those of strengths 1e7 and −1e7.
 
-A sum in fp32 is off by up to 2⁻²⁴ of the largest sum on the way. Where that is far above what is left, fp32 cannot hold
+A sum in fp32 is off by up to 2⁻²⁴ of the largest sum on the way. If that is far above what is left, fp32 cannot hold
 the digits that a merge promises, and the weight is computed in fp64.
 """
 

@@ -19,7 +19,7 @@ ROUNDING_OF_WEIGHT: Final = 1e-12
 
 
 def check_effect(matched: Sequence[Match], measures: Measures, reader: Reader) -> None:
-    """Raise NoChange for an adapter whose measured change is 0 and whose tensors show why; that costs reads only where
+    """Raise NoChange for an adapter whose measured change is 0 and whose tensors show why; that costs reads only if
     the change is 0."""
     for number, match in enumerate(matched):
         modules = [use.patch.module for uses in match.uses.values() for use in uses]

@@ -1,6 +1,6 @@
-"""Measures changes outside of a fold: by their factors, or where an adapter stores a tensor whole.
+"""Measures changes outside of a fold: by their factors, or if an adapter stores a tensor whole.
 
-Norms of ΔW follow from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ). Where a
+Norms of ΔW follow from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ). If a
 stored tensor V takes the place of the base's W, V − W is the change.
 """
 
@@ -19,7 +19,7 @@ from ..change_statistics import ALL_ADAPTERS, Measure, Measurement, Norms, Share
 from ..dtypes import FLOATS
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
-from ..models.weights import Weight, unstored
+from ..models.weights import Weight, absent_weight
 from ..planning.plan import OutputTensor
 from .change_sample import WHOLE_BELOW
 from .row_blocks import block, groups
@@ -48,11 +48,11 @@ class Replacement(NamedTuple):
     """An output tensor that is an adapter's own, and what the base has in its place."""
 
     target: OutputTensor
-    before: Weight  # of the base; all padding where it has nothing
+    before: Weight  # of the base; all padding if it has nothing
     adapter: int
 
 
-def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Match]) -> Iterator[Replacement]:
+def replacements(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Match]) -> Iterator[Replacement]:
     """Yield the targets that are tensors of adapters, and that no formula changes besides. Whole numbers are positions
     and counts, whose sizes say nothing."""
     owners: dict[str, int] = {}
@@ -66,7 +66,7 @@ def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Mat
         if adapter is None or target.uses or new.dtype not in FLOATS:
             continue
         info = base.tensors.get(target.name) or started.get(target.name)
-        before = unstored(target.name, target.shape, new)
+        before = absent_weight(target.name, target.shape, new)
         if info is not None:
             before = Weight(info.shape, info, base.packed.get(info.name))
         if before.packed is not None or before.stored.dtype in FLOATS:

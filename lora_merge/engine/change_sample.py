@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .fold import SampleOf
 
 WHOLE_BELOW: Final = 2**16
-"""All numbers of a weight of so many are looked at; of a larger one at least so many where it is replaced."""
+"""All numbers of a weight of so many are looked at; of a larger one at least so many if it is replaced."""
 
 RUN: Final = 128
 """The numbers of a run, which are consecutive."""
@@ -52,7 +52,7 @@ PendingRunSums: TypeAlias = Callable[[], list[tuple[Measurement, ...]]]
 """Function that returns the measures of samples, once the lane is settled."""
 
 COARSE_FACTOR: Final = 4
-"""The factor by which more numbers than usual are sampled where whole tiles of rows are encoded together."""
+"""The factor by which more numbers than usual are sampled if whole tiles of rows are encoded together."""
 
 ROW_PERIOD: Final = 4
 """Of so many blocks that the same patches change, one is sampled: each costs a dozen calls, however few rows it has."""
@@ -190,7 +190,7 @@ def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tens
 
 
 def _error(stored: Tensor, merged: Tensor, change: Tensor) -> Tensor:
-    """Return by how much stored numbers are off; 0 where a change leaves them as they are."""
+    """Return by how much stored numbers are off; 0 if a change leaves them as they are."""
     return (stored - merged).masked_fill_(change == 0, 0.0)
 
 
@@ -471,7 +471,7 @@ class RowSample:
 
 
 def _nearest(values: Tensor, target: OutputTensor) -> Tensor:
-    """Return what the output can hold for some numbers; the numbers themselves where codes hold them."""
+    """Return what the output can hold for some numbers; the numbers themselves if codes hold them."""
     return as_stored(values, TORCH_DTYPES[target.dtype]) if target.packed is None else values
 
 
@@ -585,7 +585,7 @@ def measure_codes(
 
 
 def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
-    """Return the numbers [n, width] that a function gives for each row; those of the row where it gives none."""
+    """Return the numbers [n, width] that a function gives for each row; those of the row if it gives none."""
     result = torch.empty_like(values)
     for n, (old, new) in enumerate(zip(values.unbind(), result.unbind(), strict=True)):
         new_values = of(n, old)

@@ -158,7 +158,7 @@ def _elected(scaled: Tensor, strengths: Sequence[float], n: MethodParameters) ->
 
 
 def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
-    """Return the sum where at least `agree` changes (default: all of the weight's) have one sign, else 0; of a weight
+    """Return the sum if at least `agree` changes (default: all of the weight's) have one sign, else 0; of a weight
     that fewer adapters change nothing is left."""
     least = len(scaled) if agree is None else agree
     most = torch.maximum((scaled > 0).sum(0), (scaled < 0).sum(0))

@@ -117,7 +117,7 @@ def block_bytes(block: Block, at: Placement) -> int:
 
 
 def _formed(s: BlockPart, block: Block) -> int:
-    """Return how many numbers a formula holds beside the weight's own."""
+    """Return how many numbers a formula holds in addition to the weight's own."""
     patch = s.use.patch
     row, rows = ALGORITHMS[patch.algorithm], s.formed[1] - s.formed[0]
     plain = row.accumulate is not None and patch.magnitude is None and s.taken is None

@@ -310,7 +310,7 @@ def device_bytes(max_vram: int | None) -> int:
 
 
 class DeviceChoice(NamedTuple):
-    """The device to use, as `--device` names it, and why; "" where there was no choice."""
+    """The device to use, as `--device` names it, and why; "" if there was no choice."""
 
     device: str
     why: str = ""

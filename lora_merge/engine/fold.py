@@ -133,7 +133,7 @@ def new_weights(
     if first.target.combines:
         merged = _combined(blocks, base, stacks, observers)
     else:
-        # What each adapter changes is asked for only where there are several: else it is the whole change.
+        # What each adapter changes is asked for only if there are several: else it is the whole change.
         of_each = observers if first.several else ()
         merged = FOLD_RULES[first.target.combination.method.name](base, stacks, *of_each)
     for observer in observers:
@@ -193,7 +193,7 @@ def _note_changes(
 
 def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch], strength: Tensor) -> Tensor:
     """Return the change by one adapter [n, rows, cols], at strength 1 in the rows of its first formula, which has this
-    strength; where others have another strength, their rows are scaled by the ratio."""
+    strength; if others have another strength, their rows are scaled by the ratio."""
     change_of_adapter = torch.zeros_like(base)
     for s in stacks:
         _add(s, s.region(change_of_adapter), s.strength / strength, base, read=not s.algorithm.reads_base)

@@ -54,7 +54,7 @@ class AdaptersOnDevice:
         self._tensors.clear()
 
     def _uploaded_at(self, lane: DeviceStream) -> dict[Key, Tensor]:
-        """Return what `_upload` does, when it is there; where the device has no room, nothing is held from now on."""
+        """Return what `_upload` does, when it is there; if the device has no room, nothing is held from now on."""
         try:
             tensors = self._upload(lane)
         except RuntimeError as e:
@@ -99,7 +99,7 @@ def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
     """Return the tensors that formulas take as floats, each once, in the order in which they are stored."""
     infos: dict[Key, StoredTensor] = {}
     for patch in (u.patch for u in _uses(plans)):
-        floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.beside.keys()
+        floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.base_slots.keys()
         for info in (patch.module.slots[slot] for slot in floats):
             if info.nbytes:
                 infos[_key(info)] = info

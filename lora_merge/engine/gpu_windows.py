@@ -1,7 +1,7 @@
 """Folds the changed blocks of a window on a device: one transfer up, a few operations, one transfer down.
 
 The host's bytes are written last, when the results are known to be finite. Until then everything can be done again
-block by block: where a number is too large for its dtype, and where the device is out of memory. The buffers of windows
+block by block: if a number is too large for its dtype, and if the device is out of memory. The buffers of windows
 are registered with CUDA, which then reads and writes them itself, without a copy on the host.
 """
 
@@ -39,11 +39,11 @@ from .tensor_moves import (
     Placement,
     brought,
     cast_all,
+    castable,
     download,
     extremes,
     fit,
     holds,
-    rounded,
     upload,
 )
 from .tensors import codecs_on
@@ -67,7 +67,7 @@ class RegisteredBuffers:
     def has(self, buffer: Buffer, device: torch.device) -> bool:
         """Return whether the device can use a buffer itself; registers it, and again after it has grown.
 
-        False where that fails, as it does under a limit on locked memory; no other buffer is tried then.
+        False if that fails, as it does under a limit on locked memory; no other buffer is tried then.
         """
         memory = buffer.memory
         with self._lock:
@@ -249,7 +249,7 @@ class DeviceWindows:
             return NotAtOnce()
         # Cast the merged numbers into the bytes of the output.
         for batch, dtype in zip(folded, dtypes, strict=True):
-            new: Sequence[Tensor] = rounded(batch.work, dtype).split_with_sizes(batch.sizes)
+            new: Sequence[Tensor] = castable(batch.work, dtype).split_with_sizes(batch.sizes)
             drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
                 old = batch.work.split_with_sizes(batch.sizes)

@@ -194,12 +194,14 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
     """
     plan = written.plan
     check_effect(plan.adapters, written.measures, reader)
+    # Inputs that were touched while they were read.
     touched = reader.check_unchanged(plan.inputs)
     for path, digest in zip(plan.inputs, written.digests, strict=True):
         if path in touched and sha256(path) != digest:
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
     verifies = plan.job.verify or full
+    # The proof of the output.
     headers, checked = final_headers(plan, written.digests, written.sums), written.measures.samples
     proof = (
         verify(
@@ -222,7 +224,7 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
 
 
 def _measured(written: WrittenOutput) -> Sequence[Measure]:
-    """Return what the merge measured of each adapter's change; nothing where the output holds what was computed, digit
+    """Return what the merge measured of each adapter's change; nothing if the output holds what was computed, digit
     by digit: what the computation itself has lost is not seen then."""
     plan, computed = written.plan, ITEM_BYTES[COMPUTE_DTYPES[written.plan.job.compute_dtype]]
     changed = [t.packing.encoding for f in plan.files for t in f.targets if t.uses]

@@ -70,7 +70,7 @@ class ModuleChange:
 
     @property
     def size(self) -> float:
-        """An upper bound of the norm; NaN or infinite where a number is."""
+        """An upper bound of the norm; NaN or infinite if a number is."""
         parts = self.factors if self.whole is None else (self.whole.dense(),)
         return prod(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts)
 

@@ -75,7 +75,7 @@ class PatchTensors:
         return weight_values(self.weights[key], self.fetch)
 
     def untouched(self, task: Task) -> Task:
-        """Return a task with base values of its own, read again where the result may have overwritten them."""
+        """Return a task with base values of its own, read again if the result may have overwritten them."""
         target = task.block.target
         if not isinstance(task, FoldTask) or task.base is not task.into or target.packed is not None:
             return task
@@ -117,7 +117,7 @@ class PatchTensors:
             parts = [self._factor(s, slot, to, lane) for s in slices]
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
-        # Numbers of the formula, such as its scale; equal ones stay one number where `accumulate` takes that.
+        # Numbers of the formula, such as its scale; equal ones stay one number if `accumulate` takes that.
         added = first.taken is None and patch.magnitude is None and not first.target.combines
         alike = row.takes_one_number and added
         for name in row.scalars:
@@ -153,8 +153,8 @@ class PatchTensors:
     def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
         """Return the tensor of one slot at the placement, cut to the slice's rows if it has an axis of rows."""
         patch = s.use.patch
-        if slot in patch.beside:
-            return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
+        if slot in patch.base_slots:
+            return self._view(s, patch.base_slots[slot], at, lane).reshape(patch.shapes[slot])
         info = patch.module.slots[slot]
         # The block's entries, where the tensor has an axis of rows.
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
@@ -252,7 +252,7 @@ def from_base(
     does for several adapters too. Tensors that several layers share are computed once and put into `shared`."""
 
     def read(slot: str) -> Tensor:
-        view = patch.view if not slot else patch.beside.get(slot)
+        view = patch.view if not slot else patch.base_slots.get(slot)
         if view is None:
             return stage([fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], AS_LOADED)[0]
         wide = any(base[piece.key].stored.dtype == "F64" for piece in view.row_slices)

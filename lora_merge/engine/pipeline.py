@@ -26,7 +26,7 @@ from ..disk.remote import has_remote
 from ..disk.uploads import upload_of
 from ..disk.volumes import CLONES, SPARSE_SYSTEMS, file_system
 from ..disk.writer import Writer, amend
-from ..planning.header_entries import Checksums, final_headers, summed
+from ..planning.header_entries import Checksums, checksummed, final_headers
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import STEP_SECONDS, Progress, Step
@@ -78,7 +78,7 @@ class Pipeline:
         self.readers: list[Future[FoldResult]] = []  # blocks under way that read the base bytes of the current window
         self.uploads = [upload_of(part) for part in parts]
         self.steady = [
-            upload is not None and not any(summed([f.targets for f in plan.files]))
+            upload is not None and not any(checksummed([f.targets for f in plan.files]))
             for upload, plan in zip(self.uploads, plans, strict=True)
         ]
         """For each plan whether it is uploaded and its files, but for their headers, are final when they are written:

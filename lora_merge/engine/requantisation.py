@@ -16,7 +16,7 @@ from ..files.encodings.arithmetic import largest
 from ..files.encodings.base import CODES, DRAW, OutOfRange, Packing
 from ..planning.plan import OutputTensor
 from .tensor_moves import Placement, host, odd, stage
-from .tensors import Fetch, as_bytes, beside, computing, parts_of, raw
+from .tensors import Fetch, as_bytes, computing, on_device_of, parts_of, raw
 
 
 class Codes(NamedTuple):
@@ -58,7 +58,7 @@ def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch
 
 def read_back(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> Tensor | None:
     """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
-    where a part of the whole weight does not cover them. Nothing is written."""
+    if a part of the whole weight does not cover them. Nothing is written."""
     encoded = recode(target, first, values, codes._replace(decode=values.numel()), fetch)
     return None if isinstance(encoded, Uncovered) else encoded.decoded
 
@@ -79,7 +79,7 @@ def _decoded(packing: Packing, first: int, count: int, old: Mapping[str, Tensor]
 def _encoded(
     target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    """Return the stored parts of some numbers: the base's, and those of the merged values; None where no part covers
+    """Return the stored parts of some numbers: the base's, and those of the merged values; None if no part covers
     them."""
     packing, count = target.packing, values.numel()
     afresh = target.weight.packing.encoding is not packing.encoding  # the base has no codes of this kind
@@ -90,9 +90,9 @@ def _encoded(
         raise InputError("the base contains NaN or infinite values, which the format cannot store",
                          f"{target.source.file}: {target.name}", "write `--dtype bf16`")  # fmt: skip
     before = torch.zeros(packing.encoding.nbytes(count), dtype=torch.uint8) if afresh else codes.base
-    old = parts_of(beside(before, wide), packing, first, count, fetch)
+    old = parts_of(on_device_of(before, wide), packing, first, count, fetch)
     if codes.uniform is not None:
-        old[DRAW] = beside(codes.uniform, wide)
+        old[DRAW] = on_device_of(codes.uniform, wide)
     try:
         with computing(wide.device):
             new = packing.encoding.encode(wide, old, first)

@@ -21,7 +21,7 @@ from ..planning.plan import OutputTensor
 from ..row_ranges import Ranges
 
 FURTHER: Final = 5
-"""Arrays of a block's size beside one for each adapter: base and its buffer, magnitudes, and temporaries."""
+"""Arrays of a block's size in addition to one for each adapter: base and its buffer, magnitudes, and temporaries."""
 
 Work = TypeVar("Work")
 
@@ -68,7 +68,9 @@ class BlockPart:
         """Whether each row of ΔW follows from its own entries of the stored tensors and its own row of the base."""
         patch = self.use.patch
         row = ALGORITHMS[patch.algorithm]
-        computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuild or patch.beside
+        computed = (
+            row.prepare is not None or row.decomposes or row.derive is not None or row.rebuild or patch.base_slots
+        )
         return patch.row_group == 1 and not (computed or self.use.piece.transposed or self.taken)
 
     @property
@@ -125,7 +127,7 @@ class Block:
         return self.target.weight.span(self.first * self.cols, self.last * self.cols)
 
     def folded(self, *, drawn: bool) -> bool:
-        """Whether the block is folded: where an adapter changes it, or its weight is padded. `drawn`: whether merged
+        """Whether the block is folded: if an adapter changes it, or its weight is padded. `drawn`: whether merged
         weights are rounded stochastically, which is done while they are folded, and to all rows of a weight."""
         target = self.target
         return bool(self.slices) or target.weight.padded or (drawn and target.recoded and bool(target.uses))
@@ -144,7 +146,7 @@ class Block:
     def reads(self) -> set[str]:
         """Keys of the base tensors of which a formula reads more than the numbers that it changes."""
         patches = [s.use.patch for s in self.slices]
-        views = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.beside.values()]
+        views = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.base_slots.values()]
         return {piece.key for view in views for piece in view.row_slices}
 
     @property

@@ -51,7 +51,7 @@ class RowMatrix:
         return RowMatrix((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
     def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order, as many at a time as `BLOCK_NUMBERS` says; all at once where a device holds the
+        """Yield all rows in order, as many at a time as `BLOCK_NUMBERS` says; all at once if a device holds the
         matrix. `owned`: whether the caller may overwrite them."""
         out, cols = self.shape
         on_device = self.memory is not None and self.memory.device.type != "cpu"

@@ -46,7 +46,7 @@ SUSPECT_BYTES: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 which some versions of torch cut such numbers to 448 and others write NaN."""
 
 WIDER: Final = ("bf16", "fp32")
-"""Values of `--dtype` that an error recommends where another dtype is too small, the narrowest first."""
+"""Values of `--dtype` that an error recommends if another dtype is too small, the narrowest first."""
 
 CAST_NUMBERS: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are checked
 
@@ -149,7 +149,7 @@ class DeviceStream:
     def settle(self) -> None:
         """Wait for all queued operations, so that other lanes may use their results.
 
-        The thread sleeps meanwhile: where it waits for the stream itself, CUDA keeps a core busy.
+        The thread sleeps meanwhile: if it waits for the stream itself, CUDA keeps a core busy.
         """
         if self.stream:
             self._done = self._done or torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -243,7 +243,7 @@ def land(merged: Tensor, into: Sequence[Tensor], lane: DeviceStream | None = Non
     dtype, merged, sound = into[0].dtype, merged.detach(), True
     if merged.device.type != "cpu":
         if holds(merged.device, dtype):
-            merged = _ready(merged, dtype).to(dtype)
+            merged = castable(merged, dtype).to(dtype)
             sound = not odd(merged)
         if all(target.device == merged.device for target in into):
             pass
@@ -263,11 +263,11 @@ def convert(source: Tensor, into: Tensor, *, sums: bool = False) -> bool:
     """Cast a host tensor into another of the same shape, in pieces that stay in the caches.
 
     Returns False if a number may have been too large for the dtype, or was NaN or infinite before; see `beyond`.
-    `sums`: whether to check also where the dtype is wide enough for the source's, as sums may have overflowed.
+    `sums`: whether to check also if the dtype is wide enough for the source's, as sums may have overflowed.
     """
     sound, looks = True, sums or not fits(source.dtype, into.dtype)
     for old, new in pieces(source, into):
-        new.copy_(_ready(old, into.dtype))
+        new.copy_(castable(old, into.dtype))
         sound = sound and not (looks and odd(new))
     return sound
 
@@ -285,9 +285,9 @@ def fits(old: torch.dtype, new: torch.dtype) -> bool:
 
 
 def odd(tensor: Tensor) -> bool:
-    """Return whether a number may have been too large for its dtype; never False where one was.
+    """Return whether a number may have been too large for its dtype; never False if one was.
 
-    Looks at bits alone. A sum shows NaN and infinity at a fortieth of what isfinite() costs on a CPU; where it
+    Looks at bits alone. A sum shows NaN and infinity at a fortieth of what isfinite() costs on a CPU; if it
     overflows by itself, the largest bits decide, at a tenth.
     """
     if not tensor.numel():
@@ -312,7 +312,7 @@ def beyond(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def cut(source: Tensor, into: Tensor, over: Tensor) -> None:
     """Cast a host tensor into another dtype; numbers that are too large become the largest number of the dtype."""
     limit = torch.finfo(into.dtype).max
-    into.copy_(_ready(torch.where(over, source.double().clamp(-limit, limit), source.double()), into.dtype))
+    into.copy_(castable(torch.where(over, source.double().clamp(-limit, limit), source.double()), into.dtype))
 
 
 def settle(name: str, source: Tensor, into: Tensor, *, saturate: bool) -> int:
@@ -358,13 +358,13 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor detached, contiguous, on the CPU; it shares its data with the input where it can.
+    """Return the tensor detached, contiguous, on the CPU; it shares its data with the input if it can.
 
     A lazily negated tensor is negated, as its memory holds the opposite numbers.
     """
     tensor = tensor.detach().cpu().resolve_neg()
     dtype = dtype or tensor.dtype
-    return _ready(tensor, dtype).to(dtype).contiguous()
+    return castable(tensor, dtype).to(dtype).contiguous()
 
 
 def holds(device: torch.device, dtype: torch.dtype) -> bool:
@@ -373,7 +373,7 @@ def holds(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in COMMON_DTYPES or (device.type in FULL_DEVICES and (wide or rounds_to_eight_bits(device)))
 
 
-def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def castable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers in a dtype from which torch's cast rounds correctly, and fast: fp16 to fp8 through fp32 takes
     a fifth of the time."""
     if tensor.dtype == torch.float16 and dtype.itemsize == 1:
@@ -460,11 +460,6 @@ class Gather:
         cast_all(self._sources, self._into)
 
 
-def rounded(work: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in a dtype from which a cast rounds correctly."""
-    return _ready(work, dtype)
-
-
 def extremes(work: Tensor, lane: DeviceStream, number: int = 0) -> Tensor:
     """Return the smallest and the largest number, NaN if there is a NaN, in memory of the host that holds them once the
     lane is settled; the next call with the same `number` overwrites them."""
@@ -511,7 +506,7 @@ def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     large become infinite or NaN."""
     if dtype.itemsize >= values.dtype.itemsize:
         return values
-    ready = _ready(values, dtype)
+    ready = castable(values, dtype)
     if holds(values.device, dtype):
         return ready.to(dtype).to(values.dtype)
     return ready.cpu().to(dtype).to(values.dtype).to(values.device)

@@ -62,7 +62,7 @@ class TensorCache:
         return tensor.view(info.shape)  # the same bytes may be asked for in another shape
 
     def _keep(self, key: tuple[Source, int, int, str], tensor: Tensor) -> None:
-        """Keep a tensor, and drop those used longest ago where all take more than the room."""
+        """Keep a tensor, and drop those used longest ago if all take more than the room."""
         with self._lock:
             if key not in self._tensors:
                 self._bytes += tensor.nbytes
@@ -124,11 +124,11 @@ def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: F
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
         values = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
-        parts[role] = values if shape == (1,) and not part.numbers else beside(values, numbers)
+        parts[role] = values if shape == (1,) and not part.numbers else on_device_of(values, numbers)
     return parts
 
 
-def beside(tensor: Tensor, other: Tensor) -> Tensor:
+def on_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a tensor on the device of another."""
     return tensor if tensor.device == other.device else stage([tensor], Placement(other.device, tensor.dtype))[0]
 
@@ -164,7 +164,7 @@ def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetc
 
 def stored_numbers(weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
     """Return the stored numbers of a part of a weight that is not padded, flat, read from the base: its codes as bytes
-    where they are not plain numbers."""
+    if they are not plain numbers."""
     info, encoding = weight.stored, weight.packing.encoding
     low = encoding.nbytes(first)
     if encoding.plain:

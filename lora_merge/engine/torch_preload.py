@@ -53,7 +53,7 @@ def preload(*, wait: bool = False) -> None:
 
 
 def load_library(*, wait: bool = True) -> None:
-    """Load torch's largest library beside other threads, such as one that draws progress; `wait` as in `preload`."""
+    """Load torch's largest library while other threads run, such as one that draws progress; `wait` as in `preload`."""
     if sys.platform != "linux" or "torch" in sys.modules:
         return
     for name in COMPILED:

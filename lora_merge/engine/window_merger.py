@@ -18,7 +18,7 @@ from ..planning.plan import Plan, partners
 from ..text import Note, listed
 from .block_folder import BlockFolder, FoldOptions
 from .block_values import base_view
-from .change_norms import replaced, replaced_measures
+from .change_norms import replaced_measures, replacements
 from .devices import choose, device_bytes, one_core, passed_over, places, release, threads
 from .gpu_adapters import AdaptersOnDevice
 from .gpu_windows import DeviceWindows
@@ -139,7 +139,7 @@ class WindowMerger:
         if self.whole is not None:
             measures.take(self.whole.measured(number))
         targets = (t for f in plan.files for t in f.targets)
-        measures.take(replaced_measures(replaced(targets, plan.base, plan.adapters), self.cache.read))
+        measures.take(replaced_measures(replacements(targets, plan.base, plan.adapters), self.cache.read))
         if spool.empty and not uncovered:
             return ()
         # The parts next to codes, of all windows.

@@ -201,7 +201,7 @@ def window_room(job: Job, workers: int = 1) -> int:
 
 
 def slots(job: Job) -> int:
-    """Return how many windows are in memory at once: more where a GPU may fold them, and memory allows it."""
+    """Return how many windows are in memory at once: more if a GPU may fold them, and memory allows it."""
     return DEVICE_SLOTS if on_gpu(job) and job.max_memory >= 4 * DEVICE_SLOTS * SMALLEST_WINDOW else SLOTS
 
 
@@ -211,7 +211,7 @@ def on_gpu(job: Job) -> bool:
 
 
 def pinned_bytes(job: Job) -> int:
-    """Return the bytes of the memory limit that transfers to a GPU may use beside the windows."""
+    """Return the bytes of the memory limit that transfers to a GPU may use in addition to the windows."""
     return min(PINNED, job.max_memory // 4)
 
 
@@ -221,7 +221,7 @@ def window_bytes(plan: Plan) -> int:
 
 
 def unshared_bytes(plan: Plan) -> int:
-    """Return the bytes that the output takes on a disk where it shares blocks with the base."""
+    """Return the bytes that the output takes on a disk if it shares blocks with the base."""
     untouched = (w for w in windows([plan], window_bytes(plan)) if sharable(w))
     return plan.size - sum(max(0, r.nbytes - 2 * PAGE) for w in untouched for r in w.direct)
 

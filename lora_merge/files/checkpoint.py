@@ -32,7 +32,7 @@ from .folder_layouts import (
     unnamed,
     weights_in,
 )
-from .formats import beside, recognised
+from .formats import packing_names, recognised
 from .formats.quantization_config import SIDES, of_cache, smoothed, with_side_file
 from .formats.unread import UnreadParts, together, unread_parts
 from .gguf.adapter import adapter_tensors, family_of, is_adapter
@@ -66,7 +66,7 @@ class Index:
     """The entries of all files; if several files have an entry, that of the first file."""
     files: tuple[Path, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Content of the config.json, adapter_config.json or model_index.json beside the files."""
+    """Content of the config.json, adapter_config.json or model_index.json next to the files."""
     headers: Mapping[Path, Header] = field(default_factory=dict, repr=False)
     index_files: tuple[Path, ...] = ()
     """The `*.index.json` of each sharded set."""
@@ -89,14 +89,14 @@ class Index:
         return unread_parts(self.tensors, self.metadata, self.config, self.packed)
 
     @cached_property
-    def beside(self) -> frozenset[str]:
-        """Return the names of the tensors beside quantised weights that a format reads, and of the scales of caches."""
-        return beside(self.packed).union(of_cache(self.tensors, self.config)) if self.packed else frozenset()
+    def packing_names(self) -> frozenset[str]:
+        """Return the names of the tensors next to quantised weights that formats read, and of scales of caches."""
+        return packing_names(self.packed).union(of_cache(self.tensors, self.config)) if self.packed else frozenset()
 
     @cached_property
     def parameters(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors of the model, without those beside quantised weights, such as their scales."""
-        return {name: info for name, info in self.tensors.items() if name not in self.beside}
+        """Return the tensors of the model, without those next to quantised weights, such as their scales."""
+        return {name: info for name, info in self.tensors.items() if name not in self.packing_names}
 
     @property
     def entries(self) -> Mapping[str, Any] | None:
@@ -150,7 +150,7 @@ def _opened(path: Path, *, adapter: bool) -> Index:
         parts = next(w for w in weights_in(path.parent) if path in w.files)
         require_all(parts)
         return _nonempty(_of_files(path.parent, parts.files).recognised())
-    # One file, read with the configuration beside it.
+    # One file, read with the configuration next to it.
     notes: tuple[Note, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
@@ -158,10 +158,12 @@ def _opened(path: Path, *, adapter: bool) -> Index:
     if path.name in PEFT_FILES and (whole := [p for p in entries(path.parent) if TRAINED_FILES.fullmatch(p.name)]):
         raise InputError("more trained weights are next to the adapter", f"{path}: {listed(f.name for f in whole)}",
                          f"give the folder {path.parent}, which contains all of it")  # fmt: skip
-    beside = configuration(path)
-    if beside and not _is_called_trained(path):
-        notes = (*notes, Note(f"read with the {beside.name} next to it"))
-    return _nonempty(_of_files(path, [path], config=_read_config(beside) if beside else {}, notes=notes).recognised())
+    config_file = configuration(path)
+    if config_file and not _is_called_trained(path):
+        notes = (*notes, Note(f"read with the {config_file.name} next to it"))
+    return _nonempty(
+        _of_files(path, [path], config=_read_config(config_file) if config_file else {}, notes=notes).recognised()
+    )
 
 
 def configuration(path: Path) -> Path | None:
@@ -196,7 +198,7 @@ def adapter_config(path: Path) -> dict[str, Any]:
 
 
 def _model_config(folder: Path) -> Path | None:
-    """Return the configuration of the model in a folder, with its weights beside it; None if there is no model."""
+    """Return the configuration of the model in a folder, with its weights next to it; None if there is no model."""
     file = next((folder / name for name in FOLDER_CONFIGS[1:] if exists(folder / name)), None)
     if file is None or file.name == FOLDER_CONFIGS[1]:
         return file
@@ -321,7 +323,7 @@ def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor
     """Return how a weight of a pipeline's component is stored; `tensors` are those of the pipeline."""
     infos = {role: tensors.get(f"{component}.{part.info.name}") for role, part in packing.parts.items()}
     parts = {role: part._replace(info=infos[role] or part.info) for role, part in packing.parts.items()}
-    return packing._replace(parts=parts, beside=frozenset(f"{component}.{other}" for other in packing.beside))
+    return packing._replace(parts=parts, marks=frozenset(f"{component}.{other}" for other in packing.marks))
 
 
 _KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}

@@ -260,17 +260,20 @@ def missing(path: Path, choice: Choice | None = None) -> InputError:
     choice = choice or Choice()
     if path.is_symlink():
         return InputError("a broken symbolic link", str(path), "download the model again")
+    # A folder of the path is missing.
     if not path.parent.is_dir():
         folder = next((p for p in path.parents if p.is_dir()), Path())
         lost, *rest = path.relative_to(folder).parts
         near = difflib.get_close_matches(lost, [entry.name for entry in entries(folder) if entry.is_dir()], 1)
         meant = f"; did you mean {folder.joinpath(*near, *rest)}?" if near else ""
         return InputError("file not found", str(path), f"check the path: there is no folder {lost} in {folder}{meant}")
+    # A pattern, which a shell did not expand.
     if set(path.name) & set("*?[") and any(fnmatch(entry.name, path.name) for entry in entries(path.parent)):
         fix = f'name each file; in a jobs file write matrix: {{lora: {{glob: "{path}"}}}} and adapters: ["{{lora}}"]'
         return InputError("a pattern, and not a file", str(path), fix)
     if set(path.name) & set("*?"):
         return InputError(f"no file matches {path.name}", str(path), "name one file; check its ending")
+    # Names like this one; without them, what else is in the folder.
     stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
     for entry in entries(path.parent):
         if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():

@@ -9,7 +9,7 @@ If a folder holds several sets of weights, the output holds the set that those l
   before `consolidated`. The other sets are named in a note and not copied, since their weights would be unmerged.
 * The index names the shards. A shard with the same total that the index does not name is copied unchanged and named
   in a note: the libraries never load it, but it belongs to the model. Such a shard in a pickle is refused.
-* Shards with another total beside an index come from an earlier export. They are named in a note and not copied.
+* Shards with another total next to an index come from an earlier export. They are named in a note and not copied.
   Shards with two totals and no index are refused, since nothing shows which of them are the model.
 """
 

@@ -64,7 +64,7 @@ PICKLES: Final = 5
 """Pickles at the start of a file without an archive: magic number, version, machine, content, names of storages."""
 
 NUMBER_NAMES: Final = re.compile(r"(.+)[._](?:alpha|scale)")
-"""Names of numbers that scale a module; some programs store them as Python numbers beside its tensors."""
+"""Names of numbers that scale a module; some programs store them as Python numbers next to its tensors."""
 
 FORMAT_NAMES: Final = {row.library: name for name, row in DTYPE_ROWS.items() if row.bits >= 8}
 """torch's name of a dtype → its name in .safetensors."""
@@ -268,8 +268,8 @@ def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -
         match = NUMBER_NAMES.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
         if match is None or not name.isprintable():
             continue
-        beside = bisect_left(tensors, match[1])
-        if beside < len(tensors) and tensors[beside].startswith(match[1]):
+        position = bisect_left(tensors, match[1])
+        if position < len(tensors) and tensors[position].startswith(match[1]):
             source = Memory.of(loading.path, memoryview(struct.pack("<d", value)))
             yield StoredTensor(name, "F64", (), source, 0, 8)
 

@@ -1,4 +1,4 @@
-"""Files of an output folder beside the weights: configuration, index, tokenizer and the others that a model needs."""
+"""Files of an output folder next to the weights: configuration, index, tokenizer and the others that a model needs."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def base_folder(base: Index) -> Folder:
     pipes, devices, links that point nowhere, and links to folders that hold no weights of the base, since such a link
     may lead anywhere.
     """
+    # Folders that belong to the model: those of its weights, of its components, of layers behind it.
     read = {*base.files, *base.index_files}
     homes = {folder for file in base.files for folder in file.parents}
     behind = _layers_behind(base.path) - homes
@@ -66,6 +67,7 @@ def base_folder(base: Index) -> Folder:
     reasons: dict[Path, str] = {}
     for folder, names, files in os.walk(base.path, onerror=_unreadable, followlinks=True):
         inside = [Path(folder, name) for name in sorted(names) if not NOT_LISTED.fullmatch(name)]
+        # A sub-folder: left out with a folder above it, or for a reason of its own.
         above = next((left[path] for path in (Path(folder), *Path(folder).parents) if path in left), "")
         for path in inside:
             if path.is_symlink() and path not in homes and not above:
@@ -75,12 +77,14 @@ def base_folder(base: Index) -> Folder:
             others = [path for path in inside if path not in ours and _holds_weights(path)]
             left |= {path: why for path in others if (why := folder_reason(path, base))}
         names[:] = [path.name for path in inside if not path.is_symlink() or path in homes]
+        # Its files: copied, but second sets of the base's weights.
         whole = above or not behind.isdisjoint((Path(folder), *Path(folder).parents)) or Path(folder) not in ours
         for path in (Path(folder, name) for name in sorted(files) if not NOT_LISTED.fullmatch(name)):
             part = whole or path in read or path in base.unnamed or not is_weights(path.name)
             reasons[path] = above if part else duplicate(path, base)
             if path not in read and not reasons[path]:
                 _require_file(path)
+    # Indexes are copied if their shards are.
     for path in [p for p in reasons if ".index." in p.name and p not in read and not reasons[p]]:
         copied = [p.name for p, why in reasons.items() if p.parent == path.parent and not why]
         reasons[path] = "" if lists_only(path, copied) or path.suffix != ".json" else NO_WEIGHTS
@@ -96,7 +100,7 @@ def refuse_links_outside(base: Index, sides: Mapping[str, Path]) -> None:
     """Raise InputError if a file whose content goes into the output is a link that leads out of its folder.
 
     People publish outputs, and anybody can put a link to a key or to /proc/self/environ into a folder that others
-    download. Links into the model cache of huggingface_hub are followed: it keeps files in `blobs` beside `snapshots`,
+    download. Links into the model cache of huggingface_hub are followed: it keeps files in `blobs` next to `snapshots`,
     and each snapshot is a folder of links to them; its older versions made such links in other folders, too. Whoever
     names a blob by the hash of its content knows the content. Weights may be anywhere: their tensors are read. So may a
     whole component of a pipeline, of which only weights and configuration are taken then.

@@ -1,7 +1,7 @@
 """Changes that meet on the same rows: of two modules of one adapter, and of several adapters. No torch.
 
 Two names for one weight are allowed for tied embeddings; an equal copy is applied once; all else is refused. Several
-adapters are refused if their changes cannot be added, and a note says where the `--method` makes a difference.
+adapters are refused if their changes cannot be added, and a note says if the `--method` makes a difference.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _overlap_notes(job: Job, match: Match, changed: Sequence[_ChangedRows]) -> I
         pieces = [*patch.view.row_slices]
         if len(pieces) == 1:  # a head with a new tensor of its own: the rows of that tensor
             pieces = [pieces[0]._replace(key=key)]
-        pieces += [piece for view in patch.beside.values() for piece in view.row_slices]
+        pieces += [piece for view in patch.base_slots.values() for piece in view.row_slices]
         before = tuple(n for n, rows in enumerate(changed) if any(map(rows.overlaps, pieces)))
         if before:
             modules_by_earlier.setdefault(before, []).append(patch.module.where)
@@ -167,7 +167,7 @@ def _reading(match: Match) -> Iterator[tuple[Patch, str]]:
     patches = set()
     for key, uses in match.uses.items():
         for use in uses:
-            if (use.patch.reads_base or use.patch.beside) and id(use.patch) not in patches:
+            if (use.patch.reads_base or use.patch.base_slots) and id(use.patch) not in patches:
                 patches.add(id(use.patch))
                 yield use.patch, key
 

@@ -187,7 +187,7 @@ def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> Mi
     """Return the misfit if the adapter looks made for another variant of the base, else None.
 
     The names may fit all the same, as those of a text-to-video adapter on a Wan 2.1 image-to-video base. `shapes`
-    returns the shapes for `explain`, and is called only where the base has variants.
+    returns the shapes for `explain`, and is called only if the base has variants.
     """
     known = names.known
     if known is None or not known.variants:
@@ -387,7 +387,7 @@ def raise_problems(
         why = misfit.reason if misfit else ""
         if (
             isinstance(worst, ShapeMismatch) and not why and result.unmatched
-        ):  # the names may give the reason where the shapes do not
+        ):  # the names may give the reason if the shapes do not
             misfit = explain(names, list(result.unmatched), shapes, index)
             why = misfit.reason if misfit else ""
             if misfit and misfit.kind == "name":

@@ -217,7 +217,7 @@ class CandidateRows(NamedTuple):
     """The rows of ALGORITHMS for one module that are left before shapes and numbers are looked at."""
 
     names: Sequence[str]
-    selected: str | None  # the row that the PEFT configuration selects; None where it selects none
+    selected: str | None  # the row that the PEFT configuration selects; None if it selects none
 
 
 class FormulaChoice(NamedTuple):
@@ -315,7 +315,7 @@ class Site(NamedTuple):
         """Return the required slots of a formula that neither the file has nor the base fills."""
         row = ALGORITHMS[formula]
         lacking = row.required - self.with_shared(formula).slots.keys()
-        return sorted(slot for slot in lacking if row.beside.get(slot) not in self.near)
+        return sorted(slot for slot in lacking if row.base_slots.get(slot) not in self.near)
 
     def candidates(self, rows: CandidateRows) -> Iterator[Candidate]:
         """Yield each row with each view of the weight that may be right.
@@ -367,10 +367,10 @@ class Candidate:
         self.formula, self.row, self.view = formula, ALGORITHMS[formula], view
         self.alone = alone  # whether no other row is left
         self.module = site.with_shared(formula)
-        self.beside: dict[str, WeightView] = {}  # slot → weight of the base that fills it
+        self.base_slots: dict[str, WeightView] = {}  # slot → weight of the base that fills it
         if site.near:
-            self.beside = {slot: site.near[name] for slot, name in self.row.beside.items() if name in site.near}
-            self.beside |= {
+            self.base_slots = {slot: site.near[name] for slot, name in self.row.base_slots.items() if name in site.near}
+            self.base_slots |= {
                 slot: turned(view, other) for slot, other in site.near.items() if slot.startswith(LAYER_SLOT)
             }
         self.settings = self._settings()
@@ -394,7 +394,7 @@ class Candidate:
         settings = tuple(sorted(self.settings.items()))
         patch = Patch(
             self.context.number, self.module, self.formula, self.shapes, self.numbers, settings, self.view,
-            self.magnitude, self.beside,
+            self.magnitude, self.base_slots,
         )  # fmt: skip
         return FormulaChoice(patch, (*remarks, *self.remarks), frozenset(self.used_settings))
 
@@ -406,8 +406,8 @@ class Candidate:
     def fit_shapes(self) -> None:
         """Fit the tensors, and the weights of the base that fill slots, to the formula."""
         stored = self.module.shapes
-        if self.beside:
-            stored = {**stored, **{slot: other.matrix for slot, other in self.beside.items()}}
+        if self.base_slots:
+            stored = {**stored, **{slot: other.matrix for slot, other in self.base_slots.items()}}
         self.shapes = fit(self.formula, tuple(stored.items()), self.view.shape, self.view.matrix)
         self.arguments = self.context.arguments(self.formula)  # damaged metadata matters only if the shapes fit
 
@@ -456,7 +456,7 @@ class Candidate:
     def check_groups(self) -> None:
         """Refuse, or remark on, a change of a convolution that may have groups and was trained in bypass mode."""
         bypass, arguments, shape = self.row.bypass, self.arguments, self.view.shape
-        # The mode was off where the convolution has groups, or computed something else.
+        # The mode was off if the convolution has groups, or computed something else.
         off = bypass.groups == "off" and arguments.no_magnitude and "magnitude" in self.module.shared
         other = bypass.groups == "other" and arguments.bypass
         if len(shape) > 2 and (off or other or arguments.no_scale):

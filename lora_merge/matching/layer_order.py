@@ -3,12 +3,12 @@
 Uni-LoRA with `save_indices=False` stores one vector for all layers; only the patterns of its configuration say which
 layers take their factors from it. PEFT numbers the layers in the order of the model's code (tuners/unilora/model.py),
 so exactly the trained layers are needed. They are searched among the base's names, which must be those of its model
-class (`unstored`).
+class (`unnamed_layers`).
 
-FRoD with `save_projection=False` computes a basis from the weights of several layers, in order (`related`). PEFT sorts
-every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with the same kind
-and number it uses the later one in the order of the model's code. The number of a layer outside all blocks is its
-position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
+FRoD with `save_projection=False` computes a basis from the weights of several layers, in order (`layer_relatives`).
+PEFT sorts every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with
+the same kind and number it uses the later one in the order of the model's code. The number of a layer outside all
+blocks is its position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_RELATIVES: Final = 256
 """The most layers that share a basis: those of one kind, one in each block. Each of them is computed from all."""
 
 
-def unstored(
+def unnamed_layers(
     rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[PeftRules, list[Module]]:
     """Return the rules with the offset of each layer's numbers, and the modules including the unnamed ones.
@@ -116,18 +116,18 @@ def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str
 
 
 def _before_number(path: str) -> str:
-    """Return the start of a path before the first number; "" where it has none."""
+    """Return the start of a path before the first number; "" if it has none."""
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0]]) or "." if numbers else ""
 
 
-def related(
+def layer_relatives(
     rules: PeftRules, modules: Sequence[Module], dtype: Callable[[Module], str], context: AdapterContext
 ) -> PeftRules:
     """Return the rules with the relatives and settings of every layer whose basis the file lacks.
 
-    `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
+    `dtype`: dtype of a module's weight. InputError if the basis depends on an unknown order of the layers.
     """
     if rules.fields.flag("save_projection", default=True):
         return rules
@@ -170,7 +170,7 @@ def _formula_of_relatives(module: Module) -> str:
 
 def basis_weights(patch: Patch) -> tuple[WeightView, ...]:
     """Return the weights of all layers from which the patch's basis is computed; empty for other formulas."""
-    return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER_SLOT))
+    return tuple(view for slot, view in patch.base_slots.items() if slot.startswith(LAYER_SLOT))
 
 
 def _width(module: Module) -> int:
@@ -180,7 +180,7 @@ def _width(module: Module) -> int:
 
 
 def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]] | None:
-    """Return kind → its layers by number; None where this depends on an order that the paths do not have."""
+    """Return kind → its layers by number; None if this depends on an order that the paths do not have."""
     numbered: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     unordered = set()

@@ -36,7 +36,7 @@ from ..text import Note, listed, several
 from .conflicts import TWICE, DuplicateCheck
 from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
 from .formula import ALPHA_SETTING, AdapterContext, choose
-from .layer_order import related, unstored
+from .layer_order import layer_relatives, unnamed_layers
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
@@ -44,7 +44,7 @@ from .split_layers import as_trained
 from .stored_base import stored_base
 from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .unknown_names import factor_pairs
-from .values import as_rows, chosen_rows, is_copy, is_fixed, is_zero, sizes, with_values
+from .values import as_rows, chosen_rows, is_copy, is_fixed, is_zero, resized_values, with_values
 from .weight_finder import WeightFinder, grown
 
 TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
@@ -99,7 +99,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     pair = AdapterPair(stored.tied, unplaced)
     # The modules: also the ones that no key names, or whose keys have no known ending.
     modules = [m for m in adapter.modules if not unplaced.rules.of(m.name).is_shared(m.name)]
-    rules, modules = unstored(unplaced.rules, modules, {**stored.base, **pair.new_tensors}, unplaced.config)
+    rules, modules = unnamed_layers(unplaced.rules, modules, {**stored.base, **pair.new_tensors}, unplaced.config)
     lone = names.lone_expert([m.name for m in modules])
     finder = WeightFinder(strengths, replace(unplaced, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
@@ -108,7 +108,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     # Facts of one module that depend on the other modules.
     widest = finder.widest(modules)
     rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
-    rules = related(rules, modules, finder.dtype, unplaced)
+    rules = layer_relatives(rules, modules, finder.dtype, unplaced)
     layers = BaseLayers(base_types(unplaced.config), names.recognised, partial(finder.of, adapter.modules))
     context = replace(unplaced, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
     # Place the modules, then the whole values.
@@ -187,7 +187,7 @@ class ModulePlacer:
         # Sizes that are right only together: embeddings with their head, values with their biases.
         errors = draft.shape_errors | self.stored.resized_alone(self.names, draft.replaced)
         draft.failures += [errors[place] for place in errors if place not in self.new_values]  # a value sets the shape
-        unfit, resized = sizes(draft.replaced, self.base, self.path)
+        unfit, resized = resized_values(draft.replaced, self.base, self.path)
         draft.failures += unfit
         if unmatched == "error" and (refusal := shared_layers(self.context)):
             raise refusal
@@ -201,7 +201,7 @@ class ModulePlacer:
         if not (draft.replaced or self.stored.bases):
             patches = (use.patch for uses in draft.uses.values() for use in uses)
             check_scales(patches, self.path, self.context.rules)
-        # Separate the head from the embeddings where the adapter changes one of them.
+        # Separate the head from the embeddings if the adapter changes one of them.
         match = separate(self.pair, draft.ends, match, self.strengths, unmatched)
         # The notes: on the variant of the model, on single modules, on new tensors.
         variant = check_variant(match, self.names, unmatched)
@@ -236,7 +236,7 @@ class ModulePlacer:
             self._place_bias(module, patch)
 
     def _find_or_create(self, module: Module) -> WeightView | None:
-        """Return the parameter of a module, or its new bias; None where it has no place, and the reason is recorded."""
+        """Return the parameter of a module, or its new bias; None if it has no place, and the reason is recorded."""
         try:
             view = self.finder.find(module)
         except ShapeMismatch as e:
@@ -270,7 +270,7 @@ class ModulePlacer:
             self.draft.ends[name] = key
 
     def _grow(self, module: Module, view: WeightView) -> WeightView:
-        """Return the weight at the adapter's size; add a note where it is larger than in the base."""
+        """Return the weight at the adapter's size; add a note if it is larger than in the base."""
         larger = grown(module, view, self.context.adapter, self.values, self.names.architecture)
         if larger is not view:
             self.draft.grown[key := view.row_slices[0].key] = larger.shape
@@ -278,7 +278,7 @@ class ModulePlacer:
         return larger
 
     def _patch(self, module: Module, view: WeightView) -> Patch | None:
-        """Return the patch of a module; None where no formula fits, which is recorded."""
+        """Return the patch of a module; None if no formula fits, which is recorded."""
         try:
             near = self.finder.near(module, self.context.rules.relatives.get(module.name, ()))
             choice = choose(*as_rows(module, view), self.context, near)
@@ -334,8 +334,8 @@ class ModulePlacer:
         both = row.also_bias or self.context.arguments(patch.algorithm).turns_bias
         bias = self.finder.look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
-            beside = {slot: other.matrix for slot, other in patch.beside.items()}
-            shapes = row.fitted_shapes({**patch.module.shapes, **beside}, bias.shape)
+            base_shapes = {slot: other.matrix for slot, other in patch.base_slots.items()}
+            shapes = row.fitted_shapes({**patch.module.shapes, **base_shapes}, bias.shape)
             self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
         if bias is not None and not row.also_bias:
             self.draft.remark(TUNED_BIAS if torchtune else TURNED_BIAS, module)
@@ -349,7 +349,7 @@ class ModulePlacer:
         return True
 
     def _new_bias(self, module: Module) -> WeightView | None:
-        """Return a new bias of zeros for a layer without one; None where none can be created."""
+        """Return a new bias of zeros for a layer without one; None if none can be created."""
         if any(ALGORITHMS[name].reads_base for name in module.complete):
             return None  # the formula changes an existing bias
         weight = self.finder.look(module.name, "weight")

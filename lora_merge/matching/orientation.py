@@ -5,7 +5,7 @@ factors of [out, in] on such layers and transposes the change. The configuration
 the layer that PEFT wrapped last, and always false for HiRA. On loading, PEFT looks at each layer's class (0.21.2,
 `_create_new_module` of each tuner). A checkpoint has no classes, so this module decides by the type of the model, the
 architecture's table, the names that Conv1D layers have, and the shapes of the adapter's layers that are not square.
-Where these signs contradict each other about a square weight, only the user can decide.
+If these signs contradict each other about a square weight, only the user can decide.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayerOrientation:
     """One layer that an adapter changes."""
 
     name: str  # the last part of its module's path
-    in_out: bool | None  # what its shapes say: stored [in, out] or not; None where the weight is square
+    in_out: bool | None  # what its shapes say: stored [in, out] or not; None if the weight is square
 
 
 @cache
@@ -77,7 +77,7 @@ def base_types(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def conv1d_by_base(name: str, types: Collection[str], *, recognised: bool, kind: str) -> bool | None:
-    """Return whether a layer of this name is a Conv1D by base and method alone; None where they do not decide.
+    """Return whether a layer of this name is a Conv1D by base and method alone; None if they do not decide.
 
     `types`: model types in the base's config.json. `recognised`: whether an architecture's table knows the model.
     `kind`: the peft_type, "" for a file without configuration.
@@ -99,7 +99,7 @@ def conv1d_by_shapes(
 ) -> bool | None:
     """Return whether a layer whose shapes fit both ways is a Conv1D, in a model that no table knows.
 
-    None where signs contradict each other. `flag`: `fan_in_fan_out`, None where the configuration does not hold the
+    None if signs contradict each other. `flag`: `fan_in_fan_out`, None if the configuration does not hold the
     field. `types`: other model types of transformers than those above use nn.Linear, unless shapes say otherwise.
     """
     known = [layer for layer in layers if layer.in_out is not None]
@@ -192,7 +192,7 @@ class Orientation:
         return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT_PREFIX)
 
     def _is_turned(self, module: Module, view: WeightView) -> bool | None:
-        """Return whether the weight is [in, out]; None where the user's setting decides."""
+        """Return whether the weight is [in, out]; None if the user's setting decides."""
         rules, name = self._rules.of(module.name), _leaf(module)
         known = conv1d_by_base(
             name, self._base.types, recognised=self._base.recognised(view.row_slices[0].key), kind=rules.kind
@@ -216,7 +216,7 @@ class Orientation:
 
     @cached_property
     def _by_shape(self) -> Mapping[str, bool | None]:
-        """Module → whether its weight is [in, out] by the shapes; None where they fit both ways."""
+        """Module → whether its weight is [in, out] by the shapes; None if they fit both ways."""
         places = {place.module.name: self._is_in_out(place) for place in self._base.places()}
         return {module.name: None for module in self._modules} | places
 

@@ -35,7 +35,7 @@ class Patch:
     settings: tuple[tuple[str, Any], ...]
     view: WeightView
     magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
-    beside: Mapping[str, WeightView] = field(default_factory=dict)  # slot → weight of the base that fills it
+    base_slots: Mapping[str, WeightView] = field(default_factory=dict)  # slot → weight of the base that fills it
 
     @cached_property
     def row_group(self) -> int:

@@ -75,7 +75,7 @@ class RowParts:
     """The parts of one split module that an adapter has."""
 
     heights: Mapping[int, int]
-    """Number of a part, in order → the rows that it changes; 0 where its tensors do not show them."""
+    """Number of a part, in order → the rows that it changes; 0 if its tensors do not show them."""
 
     @cached_property
     def starts(self) -> Sequence[int]:

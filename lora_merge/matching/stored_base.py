@@ -1,7 +1,7 @@
 """Tensors of the base that PEFT stores with an adapter: the values of the training, which the base may not have.
 
 PEFT saves the embeddings and the head below its own layer (`base_layer`) whenever one of them is trained or the
-vocabulary was resized, and on loading replaces the base's, also where the two differ: new tokens get their first
+vocabulary was resized, and on loading replaces the base's, also if the two differ: new tokens get their first
 values before training. A merge does the same and applies changes to the copy. PEFT 0.21, utils/save_and_load.py.
 
 Methods that subtract their start from the weight (PiSSA) store the rest. At strength 1 the merge uses this rest too. At

@@ -70,7 +70,7 @@ class AdapterPair:
 
     @property
     def new_weight(self) -> WeightView | None:
-        """The new tensor of the head; None where it can have none."""
+        """The new tensor of the head; None if it can have none."""
         return whole(self.weight, self.new_tensors[self.weight].shape) if self.new_tensors else None
 
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
@@ -133,7 +133,7 @@ class AdapterPair:
 
     @cached_property
     def _unlike(self) -> frozenset[str]:
-        """Modules of both ends whose changes differ: by DoRA, by scale, or where PEFT tied only other tensors."""
+        """Modules of both ends whose changes differ: by DoRA, by scale, or if PEFT tied only other tensors."""
         modules = [m for m in self.context.adapter.modules if {"up", "down"} <= set(m.slots)]
         heads = [m for m in modules if self.is_head(m.name)]
         tables = [m for m in modules if m.name.rpartition(".")[2] in EMBEDDING_NAMES]
@@ -146,7 +146,7 @@ class AdapterPair:
         return frozenset(m.name for m in (*heads, *tables)) - same
 
     def _scale(self, module: Module) -> float:
-        """Return the scale in PEFT, which each end has for itself, also where both share the factors."""
+        """Return the scale in PEFT, which each end has for itself, also if both share the factors."""
         rules = self.context.rules.of(module.name)
         formula = next((name for name in module.complete if name in rules.method.algorithms), "")
         return rules.numbers(formula, module.name, module.shapes).get("scale", 1.0)
@@ -167,7 +167,7 @@ def separate(
 ) -> Match:
     """Return the match with a separate head, where the adapter changes only one of embeddings and head.
 
-    `ends`: module that changes one end → the tensor that it changes. FitError where PEFT trained one end and the two
+    `ends`: module that changes one end → the tensor that it changes. FitError if PEFT trained one end and the two
     cannot be stored separately, unless `unmatched` is "skip": then both change.
     """
     # The modules that change one end, and those of them that can only change both.
@@ -189,7 +189,7 @@ def separate(
 
 
 def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
-    """Return the error where PEFT trained one end alone and the head cannot be stored separately."""
+    """Return the error if PEFT trained one end alone and the head cannot be stored separately."""
     names = [name for name in both if pair.context.rules.of(name).kind]
     if not names or (
         pair.tied is None and not pair.context.by_config

@@ -66,6 +66,7 @@ def with_trained_weights(
     strange, notes = [*adapter.strange], [*adapter.notes]
     unplaced = [use for use in folder.files if use.why == UNPLACED] if folder else []
     of_base = {real_path(path) for path in {info.file for info in base.values()}} if unplaced else set()
+    # Read each file without a use yet, but the base itself.
     for use in unplaced:
         path = index.path / use.name
         if real_path(path) in of_base:
@@ -78,6 +79,7 @@ def with_trained_weights(
                 raise
             uses.append(use._replace(why=f"it cannot be read: {e.what}"))
             continue
+        # The places of its tensors in the base.
         placed, problem = _placed(path, header, names, base)
         if problem.what and unmatched == "error":
             first = listed(map(quoted, header.tensors), 3)
@@ -86,6 +88,7 @@ def with_trained_weights(
         if problem.what or not placed:
             uses.append(use._replace(why=UNPLACED_LEFT_OUT if problem.what else NO_PLACE))
             continue
+        # They are values of the adapter.
         for info in placed:
             if info.name in tensors:
                 raise InputError(f"the tensor {quoted(info.name)} is in two files",

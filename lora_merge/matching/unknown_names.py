@@ -63,7 +63,7 @@ class CommonChange(NamedTuple):
     ending: str = ""  # marks at the end that are taken off
 
     def __call__(self, name: str) -> str:
-        """Return a module's name with the change; the name itself where the change is not for it."""
+        """Return a module's name with the change; the name itself if the change is not for it."""
         prefix, body = _parts(self._spelled(name))
         return prefix + self.put + body[len(self.take) :] if body.startswith(self.take) else name
 
@@ -144,7 +144,7 @@ def _beginnings(bodies: Sequence[str]) -> Iterator[str]:
 def _heads() -> tuple[str, ...]:
     """Return the first levels of transformers models with a head, flat, each of which names one kind of model.
 
-    Where the base is of this kind, its names are known without the level (models/components.py); else it is another.
+    If the base is of this kind, its names are known without the level (models/components.py); else it is another.
     """
     levels = {kind.replace("-", "_") for kind in known_types()} | {level.removesuffix(".") for level in WITHIN.values()}
     return tuple(f"{level}_" for level in sorted(levels))

@@ -32,7 +32,7 @@ SAVE_WHOLE: Final = "save the embeddings whole (modules_to_save), or merge the a
 def with_values(
     modules: Sequence[Module], strange: Sequence[StoredTensor], rules: PeftRules
 ) -> tuple[list[Module], list[StoredTensor]]:
-    """Return the modules, with the trained value of their parameter as one more tensor where the formula needs it, and
+    """Return the modules, with the trained value of their parameter as one more tensor if the formula needs it, and
     the strange tensors that are left."""
     # The parameters whose value a formula needs.
     formulas = {name for name, row in ALGORITHMS.items() if row.value}
@@ -54,7 +54,7 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
 def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
     """Return whether the module adds zeros to a tensor of whole numbers, such as a counter, or to an absent one.
 
-    `base`: the base's tensor; None where it has none."""
+    `base`: the base's tensor; None if it has none."""
     info = module.slots.get("diff")
     if info is None or (base is not None and base.dtype not in WHOLE_DTYPES):
         return False
@@ -109,7 +109,7 @@ def replace_in_turn(matches: Sequence[Match], base: Mapping[str, StoredTensor]) 
 def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor], *, alone: bool) -> list[Match]:
     """Return the matches for a method that makes one change of all changes of a weight: a value V is the change V − W.
 
-    `alone`: also where no other adapter changes the parameter, because the method changes a single change too.
+    `alone`: also if no other adapter changes the parameter, because the method changes a single change too.
     """
     as_changes = []
     for number, match in enumerate(matches):
@@ -124,7 +124,7 @@ def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor]
 
 def _read_besides(match: Match) -> Iterator[str]:
     """Return the keys of the tensors that an adapter's formulas read besides the weights that they change."""
-    views = (view for uses in match.uses.values() for use in uses for view in use.patch.beside.values())
+    views = (view for uses in match.uses.values() for use in uses for view in use.patch.base_slots.values())
     return (piece.key for view in views for piece in view.row_slices)
 
 
@@ -135,7 +135,7 @@ def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:
     return PatchPart(Patch(number, module, SET.name, {"diff": view.matrix}, {}, (), view), view.row_slices[0], 0, 1.0)
 
 
-def sizes(
+def resized_values(
     replaced: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], path: Path
 ) -> tuple[list[MergeError], list[Note]]:
     """Return the errors and the notes on replaced parameters. A value, with its bias, may have more or fewer rows, as

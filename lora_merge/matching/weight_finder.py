@@ -121,8 +121,8 @@ class WeightFinder:
         return next((view for view in views if view is not None), None) or self._weight_of_end(name, parameter)
 
     def _in_order(self, name: str, parameter: str) -> WeightView | None:
-        """Return what `look` does, with the rows in the order that the user states where the name has two orders;
-        ShapeMismatch where nothing states it."""
+        """Return what `look` does, with the rows in the order that the user states if the name has two orders;
+        ShapeMismatch if nothing states it."""
         by_heads = self.look(name, parameter)
         plain = name.removesuffix(NAMED_ORDER)
         if plain == name:
@@ -171,7 +171,7 @@ class WeightFinder:
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""
-        read = {parameter for name in module.complete for parameter in ALGORITHMS[name].beside.values()}
+        read = {parameter for name in module.complete for parameter in ALGORITHMS[name].base_slots.values()}
         if not read and not relatives:
             return {}
         others = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(read)}
@@ -189,7 +189,7 @@ class WeightFinder:
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
 
     def dtype(self, module: Module) -> str:
-        """Return the dtype of a module's weight in the base; "" where it has none."""
+        """Return the dtype of a module's weight in the base; "" if it has none."""
         view = self.named(module.name, "weight")
         return self.base[view.row_slices[0].key].dtype if view is not None else ""
 
@@ -233,7 +233,7 @@ class WeightFinder:
 
 
 def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
-    """Return the weight at the adapter's size; `view` itself where the size stays.
+    """Return the weight at the adapter's size; `view` itself if the size stays.
 
     `model` is the base's architecture. FitError if the weight would shrink, or is only a part of a tensor of the base.
     """

@@ -128,7 +128,7 @@ class LoadedAdapter(Shown):
         layers = BaseLayers((), lambda _: False, lambda: [ModulePlace(module, view, None)])
         context = AdapterContext(0, self.file, self._rules, FileValues(), user_settings=settings, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
-        if unread and (patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes)):
+        if unread and (patch.reads_base or patch.base_slots or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes)):
             kind = patch.algorithm if patch.magnitude is None else "DoRA"
             raise UsageError(f"ΔW of {kind} depends on the base's weight", f"{self.path}: {name}", GIVE_WEIGHT)
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")

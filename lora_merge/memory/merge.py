@@ -30,7 +30,7 @@ from ..disk.scale_spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, QUANTISED_DTYPES
 from ..engine.block_folder import BlockFolder, FoldOptions
 from ..engine.change_effect import check_effect
-from ..engine.change_norms import replaced, replaced_measures
+from ..engine.change_norms import replaced_measures, replacements
 from ..engine.devices import fastest, one_core, places, threads
 from ..engine.patch_tensors import PatchTensors
 from ..engine.quantised_output import refolded
@@ -133,7 +133,7 @@ class MemoryMerge:
             folder = BlockFolder(self.at, tensors, self._pool(stack), FoldOptions.of(self.job, self.at))
             stack.callback(folder.lanes.leave)
             # Step 2: some tensors at a time; scales and tables wait until all weights are merged.
-            late = inputs.base.beside
+            late = inputs.base.packing_names
             results: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
@@ -154,7 +154,7 @@ class MemoryMerge:
                 tensors.cache.clear()
                 report(sum(target.nbytes for target in some))
             # Step 3: the replaced tensors, the check that each adapter has an effect, and what has waited.
-            whole = replaced(self.targets(), inputs.base, self.matched.adapters)
+            whole = replacements(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))
             check_effect(self.matched.adapters, measures, reader)
             _amend(results, parts)

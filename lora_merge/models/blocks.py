@@ -135,7 +135,7 @@ def _ends(count: int) -> Callable[[int], float]:
 
 
 def _rings(first: int, last: int, edge: float = 0.0) -> Callable[[int], float]:
-    """Return the curve that is 1 for blocks [first, last] and those opposite, and `edge` for the blocks beside them."""
+    """Return the curve that is 1 for blocks [first, last] and those opposite, `edge` for the blocks next to them."""
 
     def ring(n: int) -> float:
         near = min(n, LAST_BLOCK - n)
@@ -280,6 +280,7 @@ class Blocks:
 
 def blocks(names: Names) -> Blocks:
     """Return the blocks of a base."""
+    # The blocks of the main network: those of a U-Net in its authors' names, else those of its stacks.
     main, *others = names.parts or [Component("denoiser", "model", "")]
     has_down = any(body.startswith(("input_blocks.", "down_blocks.")) for body in main.keys)
     if has_down and any(_UNET[1][0].match(body) for body in main.keys):
@@ -290,6 +291,7 @@ def blocks(names: Names) -> Blocks:
         owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
         block_of, order = _stacks(main, [*owner.values()])
         few, ends = (), lambda _: False
+    # All other networks are one block each; for Flux they, and the layers outside its stacks, have names.
     encoders = {part.label: BASE_BLOCK for part in others if part.kind}
     if names.architecture == FLUX_TITLE:
         encoders = {part.label: "CLIP" if part.kind.startswith("clip") else "T5" for part in others if part.kind}
@@ -353,7 +355,7 @@ def words(names: Names) -> dict[str, str]:
 
 
 def _words(part: Component) -> dict[str, str]:
-    """Return key → name of every tensor, in diffusers' words where the model has them: a list of numbers then means the
+    """Return key → name of every tensor, in diffusers' words if the model has them: a list of numbers then means the
     same blocks in every layout."""
     words = {key: body for body, key in part.keys.items()}
     if part.architecture is not None and part.layout != part.architecture.canonical:
@@ -410,7 +412,7 @@ def _layer(body: str) -> tuple[str | None, int]:
 def _letters(path: str, *, single: bool, alone: bool) -> str:
     """Return the initials of the words that distinguish this stack from the others; "" if no word does.
 
-    Beside a stack of single blocks, a stack without such words holds double blocks: D. `alone`: it is the only stack.
+    Next to a stack of single blocks, a stack without such words holds double blocks: D. `alone`: it is the only stack.
     """
     for level in () if alone else reversed(path.split(".")):
         words = [word for word in level.split("_") if word and word not in _COMMON and (single or word != "double")]
@@ -449,7 +451,7 @@ def groups(lookup: Names) -> Groups:
 
 
 def network_of(name: str, denoiser: str = "denoiser") -> str:
-    """Return the network that the prefixes of a module's name mean; "model" where they mean none.
+    """Return the network that the prefixes of a module's name mean; "model" if they mean none.
 
     `denoiser`: what the denoiser is called, whose prefixes are the same for many models.
     """
@@ -466,10 +468,12 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
     `modules`: name → the shape of its weight, () if unknown. The blocks are those of the architecture that the names
     fit; without one, of a model that has the stacks which the adapter changes.
     """
+    # The modules of the denoiser, by their names without prefixes.
     inside = {name: innermost(name) for name in modules}
     of_denoiser = {name: body for name, (hint, body) in inside.items() if hint in ("any", *DENOISERS)}
     bodies = {body: modules[name] for name, body in of_denoiser.items()}
     written = {body: f"{_LEVEL.sub('.', body)}.weight" for body in bodies}
+    # Their blocks: of a U-Net by the names alone, else by the architecture that the names fit.
     fitting, architecture, label = architectures(modules_of(bodies)), None, denoiser_of(modules)
     forms_of_fitting = [parameter_forms().get(a.file.stem, ()) for a in fitting]
     has_middle = all(not forms or any(map(_UNET[1][0].match, forms)) for forms in forms_of_fitting)
@@ -484,6 +488,7 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
         named = architecture or any(hint in DENOISERS for hint, _ in inside.values())
         part = Component("denoiser", label if named else "model", "")
         block_of, order = _stacks(part, [*written.values(), *stacked], _is_stack)
+    # Flux lists its text encoders and the layers outside its stacks as blocks too.
     encoders = architecture.text_encoders if architecture else {}
     of_flux = architecture is not None and architecture.title == FLUX_TITLE
     if of_flux:

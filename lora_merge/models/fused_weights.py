@@ -153,6 +153,7 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
     weight = shapes.get(f"{stem}.weight", ())
     if len(weight) < 2:
         return {}
+    # Recurrent layers (Mamba, gated delta nets): by the sizes of their other parameters.
     if match is None or match["before"] == BEFORE:
         near = {key: shapes.get(f"{module}{dot}{key}.weight", ()) for key in (GATE, *OUTPUTS)}
         if match is None and f"{module}{dot}A_log" not in shapes:
@@ -161,6 +162,7 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
         return {source: split for source, split in every if sum(split) == weight[0] and min(split) > 0}
     if match["qkv"] and not IN_TURN.isdisjoint((kind, str(config.get("model_type")))):
         return {}
+    # Attention and MLP: by the sizes of the neighbours, and by the configuration.
     before, after = module + dot + match["before"], match["after"] or ""
 
     def size(what: str, axis: int) -> int:

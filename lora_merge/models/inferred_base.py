@@ -29,7 +29,7 @@ OF_KIND: Final = {"clip_l": "clip", "clip_g": "clip", "clip_h": "clip", "t5": "t
 """Kind of a text encoder → its architecture file."""
 
 ONLY_ENCODER: Final = {"te": "te1"}
-"""Network that kohya's names mean where a model has one text encoder → what others call it."""
+"""Network that kohya's names mean if a model has one text encoder → what others call it."""
 
 Name: TypeAlias = tuple[str, str]
 """(network, name in it)."""
@@ -96,10 +96,10 @@ def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
     return any(len(_in_layout(architecture, layout, some)) == len(some) for layout in layouts)
 
 
-def assumed(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
+def inferred_base(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 
-    The tensors' keys are those of a base in the adapter's own words. NotTold where the adapter does not show them.
+    The tensors' keys are those of a base in the adapter's own words. NotTold if the adapter does not show them.
     """
     by_network: dict[str, list[InferredParameter]] = {}
     for change in changes:
@@ -111,7 +111,7 @@ def assumed(changes: Sequence[InferredParameter], architecture: Architecture) ->
 
 
 def complete(component: Component, layout: str) -> Component:
-    """Return the network with the parts of fused weights of a layout that the adapter leaves out; NotTold where their
+    """Return the network with the parts of fused weights of a layout that the adapter leaves out; NotTold if their
     rows are unknown."""
     architecture = component.architecture
     tables = architecture.spellings if architecture else {}
@@ -152,6 +152,7 @@ def _component(network: str, denoiser: Architecture, some: Sequence[InferredPara
     kind = network if network in OF_KIND else ""
     model = next(a for a in shipped() if a.file.stem == OF_KIND[kind]) if kind else denoiser
     prefix = f"{kind or network}." if kind or network == SECOND else ""
+    # The layouts that know all of its names; they must agree on the names of the architecture's file.
     read = {layout: _in_layout(model, layout, some) for layout in (CANONICAL, *model.spellings)}
     ways = {layout: names for layout, names in read.items() if len(names) == len(some)}
     if not ways:
@@ -169,6 +170,7 @@ def _component(network: str, denoiser: Architecture, some: Sequence[InferredPara
         keys={name: prefix + name for name in names.values()},
         shapes={prefix + names[change]: change.shape for change in some},
     )  # fmt: skip
+    # The names must be some that the model has, up to its last block.
     if layout:
         table = model.spellings[layout]
         for name in names.values():
@@ -248,7 +250,7 @@ def _check_last(component: Component, table: RowTable) -> None:
 
 def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mapping[str, Name], Mapping[str, Name]]:
     """Return for each adapter module → name, so that modules of one weight have one name. `a`, `b`: module → the shape
-    of its weight, () where it is not known.
+    of its weight, () if it is not known.
 
     The names are the adapters' own, flat and without prefixes, if that pairs all modules. Otherwise they are those of
     the model that both adapters are made for, if it is known and more modules pair by them.
@@ -268,7 +270,7 @@ def plain(name: str) -> Name:
 
 
 def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
-    """Return module → name in the words of the architecture's file; {} where the model is unknown."""
+    """Return module → name in the words of the architecture's file; {} if the model is unknown."""
     parameters = [InferredParameter(name, "weight", shape) for name, shape in modules.items()]
     if not all(modules.values()):
         return {}
@@ -282,9 +284,9 @@ def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
 
 
 def _named(parameters: Sequence[InferredParameter], architecture: Architecture) -> dict[str, Name] | None:
-    """Return module → name in the words of an architecture; None where it is another one."""
+    """Return module → name in the words of an architecture; None if it is another one."""
     try:
-        parts = assumed(parameters, architecture)
+        parts = inferred_base(parameters, architecture)
     except OtherModel:
         return None
     names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})

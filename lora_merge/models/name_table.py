@@ -34,7 +34,7 @@ NORM_PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
 """Name of a norm's parameter in a base → its name in adapters."""
 
 INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
-"""First levels that names lack in adapters trained on a model without its head. Where `model.` is such a level, the
+"""First levels that names lack in adapters trained on a model without its head. If `model.` is such a level, the
 others are parts of the model instead: HunYuan-VL's `vit.`"""
 
 Place: TypeAlias = tuple[WeightView | None, bool]
@@ -236,7 +236,7 @@ class NameTable:
     """The names of one network.
 
     Strong names are the tensors' own and those of the spellings. Weak names are made of them by `other_names`: another
-    name of a parameter, or a name without its first level. A weak name counts only where no strong name fits. It is
+    name of a parameter, or a name without its first level. A weak name counts only if no strong name fits. It is
     made when it is looked up: to make all weak names would take 15 % more processor time for the plan of SDXL.
 
     `keys`: name in the network → name in the base; `shapes`: by name in the base; `native`: the table of the base's

@@ -202,7 +202,7 @@ def _inside(piece: RowSlice, others: Iterable[RowSlice]) -> bool:
 def _one_name_each(names: Mapping[str, WeightView]) -> dict[str, WeightView]:
     """Return the names with one of each weight: the first whose module is not the place of other weights.
 
-    The table of U-Nets names an up-sampler `1.conv` and `2.conv`; where `1` is an attention, only the second is true.
+    The table of U-Nets names an up-sampler `1.conv` and `2.conv`; if `1` is an attention, only the second is true.
     """
     groups: dict[tuple[RowSlice, ...], list[str]] = {}
     for name, view in names.items():

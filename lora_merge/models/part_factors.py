@@ -73,7 +73,7 @@ class Strengths:
         return bool(used)
 
     def find(self, module: str, parameter: str) -> WeightView | None:
-        """Return the rows that an adapter calls `module`, as `Names.find`; where a name fits two networks, factor 0 for
+        """Return the rows that an adapter calls `module`, as `Names.find`; if a name fits two networks, factor 0 for
         one of them leaves the other."""
         try:
             return self.names.find(module, parameter)
@@ -96,7 +96,7 @@ class Strengths:
         )
 
     def notes(self, keys: Iterable[str]) -> Iterator[Note]:
-        """Yield notes on lists of block weights where other programs treat some changed tensors differently.
+        """Yield notes on lists of block weights if other programs treat some changed tensors differently.
 
         `keys`: the tensors that the adapter changes, without those whose strength is 0.
         """

@@ -211,7 +211,7 @@ class Parts:
         return self._base_blocks.of(key) in chosen
 
     def _is_in_path(self, chosen: Collection[str], key: str) -> bool:
-        """Return the same without the output of the model, which counts as a block only where a list has no other."""
+        """Return the same without the output of the model, which counts as a block only if a list has no other."""
         return self._is_in_block(chosen, key) and not self._base_blocks.loose(key)
 
     @cached_property

@@ -46,7 +46,7 @@ class Weight(NamedTuple):
         return first, last - first
 
 
-def unstored(name: str, shape: Shape, like: StoredTensor) -> Weight:
+def absent_weight(name: str, shape: Shape, like: StoredTensor) -> Weight:
     """Return a weight of zeros with the dtype and source of a stored tensor."""
     return Weight(shape, StoredTensor(name, like.dtype, (0, *shape[1:]), like.source, 0, 0))
 

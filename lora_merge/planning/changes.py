@@ -22,7 +22,7 @@ from ..matching.tied_embeddings import check_separations
 from ..matching.values import replace_in_turn, values_as_changes
 from ..merge_methods import METHODS
 from ..models.part_factors import Strengths, check_effect
-from ..models.weights import Weight, unstored
+from ..models.weights import Weight, absent_weight
 from ..safe_regex import Steps
 from ..text import Note
 from .inputs import Inputs
@@ -164,7 +164,9 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
             if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
                 by_key[key] = Weight(shape, tensors[key])
         for key, (shape, near) in match.created.items():
-            by_key[key] = by_key[separated[key]] if key in separated else unstored(key, shape, neighbour(base, near))
+            by_key[key] = (
+                by_key[separated[key]] if key in separated else absent_weight(key, shape, neighbour(base, near))
+            )
     return by_key
 
 

@@ -123,6 +123,7 @@ def chosen_tokenizer(
     `asked`: the value of `--tokenizer`. `rows`: those of each adapter. Without an answer of the user an adapter's
     tokenizer is taken if its size shows that it is the right one. UsageError if no folder has what is asked for.
     """
+    # What the user asks for.
     if asked == "base":
         return None, ()
     whole = [folder for folder in adapters if _is_whole(folder)]
@@ -140,6 +141,7 @@ def chosen_tokenizer(
             fix = f"name the folder: `--tokenizer {typed([str((whole or adapters or [base])[0].path)])}`"
             raise UsageError(what, where, fix if whole else "name a folder that contains one, or leave --tokenizer out")
         return _tokenizer(whole[0], base, "--tokenizer adapter"), ()
+    # Else the first tokenizer of an adapter whose size shows that it is the right one.
     other = {folder.path: names for folder in adapters if (names := _other_files(folder, base.path))}
     size_of_base = vocabulary_size(base.path) if other or any(row.after > row.before for row in rows) else None
     notes = []

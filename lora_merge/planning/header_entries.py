@@ -74,14 +74,13 @@ def final_headers(
     `digests`: SHA-256 of `plan.inputs`, in hexadecimal digits and the same order. `sums`: for every file the entry with
     the sums of its codes.
     """
-    adapters = [m.adapter.index for m in plan.adapters]
-    written = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
+    written = entries(plan.job, plan.base, plan.adapters, digests)
     for file, of_merge, of_sums in islice(zip(plan.files, written, sums, strict=True), first, None):
         header = with_metadata(file.header, {**file.entries, **of_merge, **of_sums})
         yield sealed(header) if SEAL in of_merge else header
 
 
-def summed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, ...]]:
+def checksummed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, ...]]:
     """Return, for the tensors of each file of an output, those of codes and scales that are not the base's."""
     coded = {t.name: t.packed for targets in files for t in targets if t.packed is not None and not t.copied}
     names = coded.keys() | frozenset[str]().union(*(packing.changing for packing in coded.values()))
@@ -94,7 +93,7 @@ def checksum_entry(sums: Sequence[int]) -> dict[str, str]:
 
 
 def sums_of(path: Path, tensors: Iterable[OutputTensor]) -> Iterator[int]:
-    """Yield the sums of tensors of a written file; a sum of fewer bytes where the file ends before."""
+    """Yield the sums of tensors of a written file; a sum of fewer bytes if the file ends before."""
     with open_regular(path) as f:
         for t in tensors:
             f.seek(t.offset)
@@ -109,7 +108,7 @@ class Checksums:
 
     def __init__(self, plan: Plan) -> None:
         """`plan`: the output's; without metadata there is no place for sums."""
-        self._files = summed([() if plan.job.no_metadata else f.targets for f in plan.files])
+        self._files = checksummed([() if plan.job.no_metadata else f.targets for f in plan.files])
         self._starts = [[t.offset for t in tensors] for tensors in self._files]
         self._names = [f.name for f in plan.files]
         self._sums: dict[str, tuple[int, int]] = {}  # codes → (sum, how many of their first bytes it has)

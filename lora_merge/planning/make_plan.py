@@ -25,7 +25,7 @@ from .changes import Matches, check_stored, match, neighbour
 from .checkpoint_cache import CheckpointCache
 from .combination import ADDITION, Combination
 from .folder_files import folder_files
-from .header_entries import checksum_entry, other_entries, summed
+from .header_entries import checksum_entry, checksummed, other_entries
 from .inputs import open_inputs
 from .plan import OutputFile, OutputTensor, Plan
 from .quantisation import quantising
@@ -66,10 +66,10 @@ def _files(matched: Matches, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
         by_file[path].append(target)
     container.check_tensors(t for targets in by_file.values() for t in targets)
     # Its header, with blanks for what is known after the merge: digests of the inputs, sums of codes.
-    adapters = [m.adapter.index for m in matched.adapters]
-    by_merge = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
+    digests = blanks(base, [m.adapter.index for m in matched.adapters])
+    by_merge = entries(job, base, matched.adapters, digests)
     files = []
-    coded = summed([*by_file.values()])
+    coded = checksummed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
         others = other_entries(container, path)
         of_sums = checksum_entry([0] * len(changed)) if of_merge else {}
@@ -87,7 +87,7 @@ def outputs(
     `forms`: weight → its quantised form in the output.
     """
     groups = _outputs(matched, forms)
-    return _in_words(groups) if any(form.beside for form in forms.values()) else chain.from_iterable(groups)
+    return _in_words(groups) if any(form.others for form in forms.values()) else chain.from_iterable(groups)
 
 
 def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator[tuple[Path, OutputTensor]]:
@@ -117,7 +117,7 @@ def _outputs(matched: Matches, forms: Mapping[str, NewWeight]) -> Iterator[Seque
         for key, more in change.uses.items():
             uses.setdefault(key, []).extend(more)
     combination = Combination.of(job, [change.adapter for change in adapters], uses)
-    dropped = base.beside if job.dtype != "keep" else frozenset()
+    dropped = base.packing_names if job.dtype != "keep" else frozenset()
     # Tensors of the base, with the scales that a quantised form adds.
     for key, info in base.tensors.items():
         if key in dropped or not container.holds(info, changed=key in uses):
@@ -126,7 +126,7 @@ def _outputs(matched: Matches, forms: Mapping[str, NewWeight]) -> Iterator[Seque
         like = container.named(info) if form is None else info
         target = _target(combination, like, weight, uses, container.stored_as(info, weight, form))
         scales = [OutputTensor(t.name, stored_name(t), t.dtype, Weight(t.shape, t), 0, t.nbytes)
-                  for t in (form.beside if form else ())]  # fmt: skip
+                  for t in (form.others if form else ())]  # fmt: skip
         yield [(info.file, t) for t in (target, *scales)]
     # Tensors that the base lacks, in the file of the tensor next to which they are.
     for key, (shape, near) in created.items():

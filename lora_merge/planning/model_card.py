@@ -199,7 +199,7 @@ def _shown(value: Any) -> Any:
 
 
 def _hub_names(plan: Plan) -> Iterator[str]:
-    """Yield the names of the base and of the adapters on a hub; the names of their files where these are not known.
+    """Yield the names of the base and of the adapters on a hub; the names of their files if these are not known.
 
     If the base's configuration does not state its name, those of the adapters, or their cards, may state it.
     """
@@ -230,7 +230,7 @@ def _stem(path: Path) -> str:
 
 
 def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (input, its licence) by its card or its metadata; "" where neither states one."""
+    """Yield (input, its licence) by its card or its metadata; "" if neither states one."""
     for path, metadata in (
         (plan.job.base, plan.base.metadata),
         *((ref.path, m.adapter.index.metadata) for ref, m in zip(plan.job.adapters, plan.adapters, strict=True)),
@@ -240,7 +240,7 @@ def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _front_of(path: Path) -> dict[str, Any]:
-    """Return the front matter of the card in a folder or beside a file; {} where there is none that can be read.
+    """Return the front matter of the card in a folder or next to a file; {} if there is none that can be read.
 
     README.md counts as the card of a file if that is the only file of weights in its folder, as on hubs.
     """

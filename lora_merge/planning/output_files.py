@@ -1,4 +1,4 @@
-"""The files of an output beside the weights: written with the weights, compared when a batch is resumed."""
+"""The files of an output next to the weights: written with the weights, compared when a batch is resumed."""
 
 from __future__ import annotations
 

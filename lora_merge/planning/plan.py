@@ -196,7 +196,7 @@ class Plan(Shown):
     def changing(self) -> Sequence[OutputTensor]:
         """The output tensors that adapters change: by their formulas, or by a tensor that takes their place."""
         of_base = self.base.tensors
-        new = {info.name for form in self.quantising.forms.values() for info in form.beside}
+        new = {info.name for form in self.quantising.forms.values() for info in form.others}
         targets = [t for f in self.files for t in f.targets]
         return [t for t in targets if t.uses or (t.source is not of_base.get(t.name) and t.name not in new)]
 

@@ -85,7 +85,7 @@ NO_QUANTISING: Final = Quantising({})
 
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:
-    """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
+    """Return which weights the output stores as codes, and how; UsageError if no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
             fix = f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}`{_others(QUANTISED_DTYPES)}"
@@ -140,7 +140,7 @@ def _nothing_to_quantise(job: Job, base: Index, names: Names, form: OutputFormat
 def _coded(base: Index, form: OutputFormat, info: StoredTensor) -> NewWeight | None:
     """Return the new form of a weight; None if the format or its names have no room for it."""
     new = form.make(info)
-    taken = new is None or any(t.name in base.tensors and t.name not in base.beside for t in new.beside)
+    taken = new is None or any(t.name in base.tensors and t.name not in base.packing_names for t in new.others)
     return None if taken else new
 
 
@@ -217,7 +217,7 @@ def _others(dtypes: Sequence[str]) -> str:
 
 
 def _form(job: Job, base: Index) -> OutputFormat:
-    """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
+    """Return the format of the output; UsageError if no loader reads it in such a file or folder."""
     if job.dtype in GGUF_TYPES:
         return OutputFormat(_blocks_of(base, job.dtype.upper()))
     where, folder = f"`--dtype {job.dtype}`", base.path.is_dir()
@@ -273,7 +273,7 @@ def precise(name: str) -> bool:
 
 
 def _blocks_of(base: Index, kind: str) -> Callable[[StoredTensor], NewWeight | None]:
-    """Return the function that returns a weight as blocks of ggml, or None where it does not fill them."""
+    """Return the function that returns a weight as blocks of ggml, or None if it does not fill them."""
     file = None if base.gguf is not None else diffusion_file(base.tensors)
 
     def make(info: StoredTensor) -> NewWeight | None:

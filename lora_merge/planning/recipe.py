@@ -16,6 +16,7 @@ from ..files.checkpoint import Index, configuration
 from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH
 from ..files.side_files import output_name
 from ..job import Job
+from ..matching.patch import Match
 from ..options import OPTIONS, TOKENIZERS, OptionKind
 from ..paths import input_name
 from ..sources.inputs import origin
@@ -66,21 +67,19 @@ def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
     return list(islice(free, sum(len(index.files) for index in (base, *adapters))))
 
 
-def entries(
-    job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str], strengths: Applied
-) -> Iterator[dict[str, str]]:
+def entries(job: Job, base: Index, matches: Sequence[Match], digests: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield our own metadata entries of every output file, in the order of the base's files; none for --no-metadata.
 
-    `digests`: SHA-256 of the base's files and each adapter's. `strengths`: those that each adapter has in the parts of
-    the base.
+    `digests`: SHA-256 of the base's files and each adapter's.
     """
     if job.no_metadata:
         yield from ({} for _ in base.files)
         return
     names = _utf8(", ".join(input_name(p) for p in (job.base, *(a.path for a in job.adapters))))
     single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
+    adapters = [match.adapter.index for match in matches]
     others = _web_ui(job, base, adapters, digests) if single else {}
-    for of_file in recipes(job, base, adapters, digests, strengths):
+    for of_file in recipes(job, base, adapters, digests, [match.strengths for match in matches]):
         yield {KEY: _json(of_file), SEAL: ZERO_HASH, "modelspec.merged_from": names, **others}
 
 

@@ -2,7 +2,7 @@
 
 The second reading (second_reading/) checks modules of known kinds. A module of any kind that the planner loses is
 found here: the names are the ones that the `safetensors` library finds in the file, and the planner's counts are not
-used. A reason is checked where bytes or strengths can show that it is wrong.
+used. A reason is checked if bytes or strengths can show that it is wrong.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Usage:
 
 
 def account(plan: Plan, reader: Reader) -> Account:
-    """Return the use of every tensor of the adapters; VerificationFailed where the plan loses a tensor or a part of a
+    """Return the use of every tensor of the adapters; VerificationFailed if the plan loses a tensor or a part of a
     module's place, or gives a reason that is wrong."""
     tensors, left_out, unused = 0, 0, dict[str, str]()
     for adapter, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
@@ -119,7 +119,7 @@ def _stored(file: Path, index: Index) -> Collection[str]:
 
 
 def _check_places(used: _Usage, adapter: Adapter) -> None:
-    """Raise VerificationFailed where a module changes only some of the rows that it was placed on."""
+    """Raise VerificationFailed if a module changes only some of the rows that it was placed on."""
     for patch in () if _may_be_off(adapter) else used.patches.values():
         missing = [p for p in patch.view.row_slices if p not in used.written[patch.module.where]]
         if missing:
@@ -130,7 +130,7 @@ def _check_places(used: _Usage, adapter: Adapter) -> None:
 def _unused(
     names: Collection[str], matched: Match, used: Collection[str], adapter: Adapter, reader: Reader
 ) -> Iterator[tuple[str, str]]:
-    """Yield every unused tensor with the reason; VerificationFailed where there is none, or it is wrong."""
+    """Yield every unused tensor with the reason; VerificationFailed if there is none, or it is wrong."""
     reasons, tensors = _reasons(matched), matched.adapter.index.tensors
     shared, copies = any(map(_is_for_all, used)), _Copies([tensors[name] for name in used if name in tensors], reader)
     lost = []

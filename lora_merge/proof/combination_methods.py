@@ -1,6 +1,6 @@
 """The methods that make one change of several, a second time: numpy in float64, no code of engine/combination.py.
 
-Every method is written as Δ = Σ partsᵢ, one part for each adapter. Where two computations in float64 may decide
+Every method is written as Δ = Σ partsᵢ, one part for each adapter. If two computations in float64 may decide
 otherwise, because two magnitudes or a sum and zero differ by rounding alone, the slack of an entry says by how much the
 result then differs.
 """
@@ -74,7 +74,7 @@ class ReferenceRows:
 
     @cached_property
     def largest(self) -> float:
-        """The largest magnitude; 0 where there is no number."""
+        """The largest magnitude; 0 if there is no number."""
         return max((float(np.abs(block).max(initial=0.0)) for _, block in self.blocks()), default=0.0)
 
 
@@ -140,7 +140,7 @@ class RowChanges:
 
     @property
     def uses(self) -> Sequence[PatchPart]:
-        """All changes of the tensor where adapters act in turn; () where differences are added."""
+        """All changes of the tensor if adapters act in turn; () if differences are added."""
         return self.target.combination.uses.get(self.key, ())
 
 

@@ -27,7 +27,7 @@ class HeaderChange:
     """One file whose header is not the one that the merge wrote."""
 
     path: Path
-    differences: tuple[str, ...]  # none where another program wrote the same entries in other bytes
+    differences: tuple[str, ...]  # none if another program wrote the same entries in other bytes
 
 
 def changed_files(index: Index) -> list[Path]:
@@ -64,7 +64,7 @@ def header_changes(plan: Plan, index: Index) -> list[HeaderChange]:
 
 
 def notes(changes: Sequence[HeaderChange], index: Index) -> list[Note]:
-    """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
+    """Return notes on headers with the merge's entries in other bytes; VerificationFailed if an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", MERGE_FOR_HEADER)  # fmt: skip
@@ -160,8 +160,7 @@ def _own_entries(plan: Plan, file: OutputFile, stored: Mapping[str, str]) -> Map
     digests = [*of_base, *chain.from_iterable(others)]
     if len(digests) != len(plan.inputs):
         return {}
-    adapters = [m.adapter.index for m in plan.adapters]
-    headers = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
+    headers = entries(plan.job, plan.base, plan.adapters, digests)
     return {key: text for key, text in next(islice(headers, number, None)).items() if key != SEAL}
 
 

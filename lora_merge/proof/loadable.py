@@ -53,6 +53,7 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
         return ()  # GGUF: the library does not read it
     import safetensors
 
+    # What the library should see, and what it sees.
     planned = (t.in_file for t in file.targets)
     expected = {name: (dtype, list(shape)) for name, dtype, shape in planned}
     if (far := remote(path)) is not None:
@@ -71,6 +72,7 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
         raise VerificationFailed(
             f"the safetensors library does not open the output: {e}", str(path), MERGE_AGAIN
         ) from e
+    # Where the two differ.
     if opened != expected:
         name = next(n for n in (*expected, *opened) if opened.get(n) != expected.get(n))
         difference = f"{quoted(name)}: {_shown(opened.get(name))}, planned {_shown(expected.get(name))}"

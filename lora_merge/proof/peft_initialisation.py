@@ -111,7 +111,7 @@ CHECKS: Final[Mapping[str, Callable[[RebuiltSlots], bool]]] = MappingProxyType(
 
 
 def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
-    """Return the slots that the patch's file lacks; VerificationFailed where one does not pass the row's check.
+    """Return the slots that the patch's file lacks; VerificationFailed if one does not pass the row's check.
 
     `read`: gives a slot of the base or the file in the fitted shape, or for "" the weight [out, cols]; in float32, or
     in float64 if the base stores it so.

@@ -168,7 +168,7 @@ class Findings:
             self.in_bf16[adapter] = self.in_bf16[adapter].plus(share) if adapter in self.in_bf16 else share
 
     def measured(self, adapter: int) -> float | None:
-        """Return the share of an adapter's change that is in the file; None where none of its rows was recomputed."""
+        """Return the share of an adapter's change that is in the file; None if none of its rows was recomputed."""
         every = [
             measured.adapters[adapter] for measured in self.measures.tensors.values() if adapter in measured.adapters
         ]

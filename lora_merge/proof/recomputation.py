@@ -31,7 +31,7 @@ from .reference.floats import Array, as_dtype, decode
 from .sample import runs, sample, shuffled
 from .weights import CodedWeight, WeightReader
 
-TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
+TENSOR_STRIDE: Final = 20  # if a row costs as much as all rows, one tensor in 20 is recomputed
 Written: TypeAlias = int | RemoteFile
 """The written file: an open descriptor, or a file of another machine."""
 
@@ -188,16 +188,18 @@ class Recomputation:
     def _compared(self, target: OutputTensor, rows: Array, got: Array, grid: Grid, exact: Exact) -> Findings:
         """Find the elements that are further from the exact value than rounding explains.
 
-        The unit of the worst error is that of the element's largest term where the output is coarser than the sum (16
-        bits after fp32): where terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
+        The unit of the worst error is that of the element's largest term if the output is coarser than the sum (16
+        bits after fp32): if terms cancel, the unit of the result itself can be arbitrarily small. Otherwise it is
         the unit of the row's largest term, on which the rounding of the sum depends.
         """
+        # The error of each element.
         value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
         units = grid.step(value)
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.abs(got - value)
         if not np.isfinite(got).all():
             error[(got == value) | (np.isnan(got) & np.isnan(value))] = 0.0
+        # What rounding of the sums explains, in the dtype of the arithmetic.
         parts = len(self._parts(target.uses))
         rounding = ROUNDING["fp64"] if target.combines else self.rounding
         if not target.weight.packing.encoding.plain:
@@ -205,6 +207,7 @@ class Recomputation:
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
         beyond = self._beyond(target, rows, got, grid, value, error, lost)
+        # The worst error, in units of the output.
         bad = ~(beyond <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
@@ -214,6 +217,7 @@ class Recomputation:
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
             bounds={target.name: Bound.of(beyond, lost, exact, value)},
         )  # fmt: skip
+        # A failure; it is no fault of the file if products that cancel explain it.
         if bad.any():
             products = self._products(target, rows, got.shape[1]).max(axis=1, initial=0.0, keepdims=True)
             more = lost + exact.loss * rounding * products
@@ -231,7 +235,7 @@ class Recomputation:
     def _beyond(  # noqa: PLR0913, PLR0917  # what is compared, and how far it may be off
         self, target: OutputTensor, rows: Array, stored: Array, grid: Grid, value: Array, error: Array, lost: Array
     ) -> Array:
-        """Return how far errors are above rounding to the output's dtype: all of an error where the draws choose
+        """Return how far errors are above rounding to the output's dtype: all of an error if the draws choose
         another number, even for an exact value that is off by `lost`."""
         beyond = error - 1.0000002 * self.steps * grid.step(value)
         if not self.stochastic or target.name in self.outputs or ITEM_BYTES[target.dtype] >= LEAST_DRAWN:
@@ -253,7 +257,7 @@ class Recomputation:
         return self._base(self.plan.weights[key], rows, cols)
 
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
-        """Return rows of a weight as a matrix `cols` wide; zeros where the weight is padded."""
+        """Return rows of a weight as a matrix `cols` wide; zeros if the weight is padded."""
         info = weight.stored
         if not weight.padded:
             return self.stored(info, (prod(info.shape) // max(cols, 1), cols), rows)
@@ -269,7 +273,7 @@ class Recomputation:
         return self._by_patch[id(uses)]
 
     def whole(self, part: PatchRows, rows: Array, cache: RowChanges) -> Array:
-        """Return s ΔW for rows of the stored tensor, zeros where the part changes none."""
+        """Return s ΔW for rows of the stored tensor, zeros if the part changes none."""
         placed = self._change(part, rows, cache)
         change = np.zeros((len(rows), part.cols))
         if placed is not None:
@@ -296,7 +300,7 @@ class Recomputation:
 
     def _change(self, part: PatchRows, rows: Array, cache: RowChanges) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
-        None where none changes."""
+        None if none changes."""
         at, rows_of = part.find(rows)
         if not len(rows_of):
             return None
@@ -319,7 +323,7 @@ class Recomputation:
 
     def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
         """Return Σ |s| · |B| |A| for rows of a tensor, of formulas that are sums of products of stored tensors: far
-        above |ΔW| where products cancel."""
+        above |ΔW| if products cancel."""
         products = np.zeros((len(rows), cols))
         for part in self._parts(target.uses):
             row, (at, rows_of) = ALGORITHMS[part.patch.algorithm], part.find(rows)
@@ -362,15 +366,15 @@ class Recomputation:
                 whole = np.asarray(derived[slot])
                 whole = whole.astype(np.int64 if slot in row.integer_slots else np.float64)
                 return whole if entries is None else whole[entries]
-            if slot in patch.beside:
-                near = patch.beside[slot]
+            if slot in patch.base_slots:
+                near = patch.base_slots[slot]
                 whole = self._view(near, patch.adapter, row_changes.on(near.row_slices[0].key), None).reshape(
                     patch.shapes[slot]
                 )
                 return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
-        slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
+        slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.base_slots)
         base = partial(self._view, patch.view, patch.adapter, row_changes)
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
@@ -383,7 +387,7 @@ class Recomputation:
 
     def _as_loaded(self, patch: Patch, row_changes: RowChanges, slot: str) -> Array:
         """Return a slot that the base or the file holds, or the weight, before the first adapter."""
-        view = patch.view if not slot else patch.beside.get(slot)
+        view = patch.view if not slot else patch.base_slots.get(slot)
         if view is None:
             return as_dtype(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
         wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.row_slices)
@@ -422,7 +426,7 @@ def gathered(view: WeightView, rows: Array, read: Callable[[str, Array, int], Ar
 
 
 def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:
-    """Return which numbers are the neighbour of the exact value that the draws choose; either one where rounding in the
+    """Return which numbers are the neighbour of the exact value that the draws choose; either one if rounding in the
     compute dtype may decide."""
     units, side = grid.step(value), np.where(value < 0, -1.0, 1.0)
     unsure = np.minimum(lost / units + 2.0 ** (grid.levels.digits - 23), 1.0)  # a draw has the bits that are cut
@@ -434,7 +438,7 @@ def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array
 
 
 def _divisor(norm: Array) -> Array:
-    """Return DoRA's divisor: NaN where the norm is infinite, as a row with an infinite number has no direction."""
+    """Return DoRA's divisor: NaN if the norm is infinite, as a row with an infinite number has no direction."""
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 

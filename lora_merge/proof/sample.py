@@ -14,7 +14,7 @@ import numpy as np
 from ..planning.plan import OutputTensor
 from .reference.floats import Array
 
-SAMPLED_ROWS: Final = 2  # of a merged tensor, more where rows are short
+SAMPLED_ROWS: Final = 2  # of a merged tensor, more if rows are short
 LEAST_ELEMENTS: Final = 256  # of a merged tensor at least
 RANGE: Final = 2**16  # bytes of one sampled range of untouched tensors
 SAMPLED_RANGES: Final = 128  # of them per file, spread evenly

@@ -28,7 +28,7 @@ from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
 from ..paths import input_name
-from ..planning.header_entries import CHECKSUM_DIGITS, summed, sums_of
+from ..planning.header_entries import CHECKSUM_DIGITS, checksummed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
@@ -68,7 +68,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     `judged`: the compute dtype whose rounding is allowed; "": that of the job, whose user asked for it.
 
     `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
-    `recorded`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
+    `recorded`: what the merge recorded of some rows; a warning says if the rows do not confirm it.
 
     `measured`: what the merge measured of the change of each adapter: warnings judge that, and not the sample.
     """
@@ -247,12 +247,14 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
     """
     source = target.source
     stored = read_exactly(fd, count, target.offset + first)
+    # A copy has the base's bytes.
     if target.copied:
         want = merged.reader.read(source, first, count)
         if stored != want:
             at = next((i for i, (a, b) in enumerate(zip(stored, want, strict=False)) if a != b), len(stored))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
+    # What a reader of the output sees.
     encoding, grid = target.packing.encoding, plain_grid(target.dtype)
     low, high = encoding.count(first), min(encoding.count(first + count), prod(target.shape))
     if (output := merged.outputs.get(target.name)) is None:
@@ -262,6 +264,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
         if grid.turn is not None:
             low, high = output.turned(low, high)
             got, grid = output.span(low, high)
+    # What the base holds, and how exactly that is known.
     if (coded := merged.stored.coded(source)) is not None:
         exact, written = coded.span(low, high)
         slack = written.lost(exact)
@@ -271,6 +274,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
         slack = np.asarray(DECODED * np.abs(exact) if target.packed else 0.0)
     if grid.turn is not None:  # what is rounded is rotated
         exact, got, slack = grid.turn(exact), grid.turn(got), slack.max() + grid.lost(exact)
+    # Each number must be within half a step of it.
     with np.errstate(invalid="ignore", over="ignore"):
         over = grid.beyond(exact)
         right = grid.saturated(exact) if merged.saturate else exact
@@ -311,8 +315,8 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
 
 
 def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[Note]:
-    """Raise VerificationFailed where the allowed error is larger than the change itself, so that a file without the
-    change would pass; yield a note instead where the user asked for just that: sums in 16 bits in this very merge, or a
+    """Raise VerificationFailed if the allowed error is larger than the change itself, so that a file without the
+    change would pass; yield a note instead if the user asked for just that: sums in 16 bits in this very merge, or a
     method whose choice hangs on rounding."""
     weak = {name: bound for name, bound in merged.findings.bounds.items() if not bound.proves}
     if not weak:
@@ -335,7 +339,7 @@ def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]
 
     `targets`: the tensors in each of the files, at their places there.
     """
-    for path, tensors in zip(paths, summed(targets), strict=True):
+    for path, tensors in zip(paths, checksummed(targets), strict=True):
         text = read_header(path).metadata.get(CHECKSUMS, "")
         if not text or not tensors:
             continue  # earlier versions and other programs write no sums

@@ -263,7 +263,7 @@ def _format(output: Index, base: Index, name: str) -> str:
             same = output.packed[name].encoding.title.lower() == option
         else:
             making = form.make(base.tensors[name])
-            same = making is not None and _stored(output, name) == _as_stored((making.packing.codes, *making.beside))
+            same = making is not None and _stored(output, name) == _as_stored((making.packing.codes, *making.others))
         if same:
             return option
     raise VerificationFailed(f"no --dtype gives weights of {output.packed[name].encoding.title}",

@@ -56,7 +56,7 @@ def _stored(packing: Packing) -> int:
 
 def _plain(index: Index) -> dict[str, int]:
     """Return the name of matrices that are plain numbers → how many there are, with `*` for the numbers in names."""
-    coded = {name for name, packing in index.packed.items() if packing.encoding.quantised} | index.beside
+    coded = {name for name, packing in index.packed.items() if packing.encoding.quantised} | index.packing_names
     plain = (n for n, t in index.tensors.items() if len(t.shape) > 1 and n.endswith(".weight") and n not in coded)
     return dict(Counter(WHOLE_NUMBER.sub("*", name) for name in plain))
 

@@ -17,7 +17,7 @@ from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..dtypes import Shape, StoredTensor
-from ..engine.change_norms import Replacement, factored, replaced, runs, values
+from ..engine.change_norms import Replacement, factored, replacements, runs, values
 from ..engine.devices import place
 from ..engine.fold import StackedPatch, change, new_weights
 from ..engine.module_change import ModuleChange, formula_of
@@ -28,7 +28,7 @@ from ..engine.tensor_moves import DeviceStream, stage
 from ..engine.tensors import Fetch, TensorCache, weight_values
 from ..errors import MergeError, TooLarge, misfit
 from ..matching.formula import AdapterContext, choose
-from ..models.weights import unstored, whole
+from ..models.weights import absent_weight, whole
 from ..planning.plan import OutputTensor, Plan
 from .adapter import algorithm_of
 
@@ -59,10 +59,10 @@ class ModuleChanges:
             patch = choose(module, view, self._context, {"weight": view}).patch
         except MergeError:
             return None
-        if patch.reads_base or patch.beside:
+        if patch.reads_base or patch.base_slots:
             return None
         first: StoredTensor = next(iter(module.slots.values()))
-        weight = unstored("weight", shape, first)
+        weight = absent_weight("weight", shape, first)
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         try:
             with torch.no_grad():
@@ -101,8 +101,8 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange
     tensors = PatchTensors(factors.fetch, plan.weights)
 
     def change(target: OutputTensor) -> ModuleChange:
-        if (replaced := exchanged.get(target.name)) is not None:
-            return ModuleChange.in_memory(_difference(replaced, factors.read))
+        if (replacement := exchanged.get(target.name)) is not None:
+            return ModuleChange.in_memory(_difference(replacement, factors.read))
         try:
             with torch.no_grad():
                 delta = _factors(target, tensors) or ModuleChange.in_memory(_whole(target, tensors))
@@ -117,17 +117,17 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange
 
 def replaced_by(plan: Plan) -> Iterator[Replacement]:
     """Yield the tensors of a plan's output that its adapters store whole."""
-    return replaced((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
+    return replacements((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
 
 
-def _difference(replaced: Replacement, read: Fetch) -> Tensor:
+def _difference(replacement: Replacement, read: Fetch) -> Tensor:
     """Return V − W [rows, cols] of a weight that an adapter replaces."""
-    difference = torch.empty(prod(replaced.target.shape))
-    for first, count in runs(replaced, 1):
-        difference[first : first + count] = values(replaced.target.weight, first, count, read) - values(
-            replaced.before, first, count, read
+    difference = torch.empty(prod(replacement.target.shape))
+    for first, count in runs(replacement, 1):
+        difference[first : first + count] = values(replacement.target.weight, first, count, read) - values(
+            replacement.before, first, count, read
         )
-    return difference.view(replaced.target.matrix)
+    return difference.view(replacement.target.matrix)
 
 
 def _whole(target: OutputTensor, tensors: PatchTensors) -> Tensor:

@@ -57,7 +57,7 @@ def test_every_slot_that_a_file_can_hold_has_a_spelling() -> None:
     unspelled = {name: SHARED_NAMES[name].keys() for name in ("frod", "tinylora")}  # whose keys end as the layers do
     for name, row in ALGORITHMS.items():
         if row.derive is None and name not in FROM_A_CONFIGURATION:
-            told = {*row.beside, row.value, *unspelled.get(name, ()), *(row.rebuild.slots if row.rebuild else ())}
+            told = {*row.base_slots, row.value, *unspelled.get(name, ()), *(row.rebuild.slots if row.rebuild else ())}
             assert {slot for slot in row.slots if (name, slot) not in spelled} - told == set(), name
 
 
@@ -208,7 +208,7 @@ def test_importing_the_tables_does_not_import_torch() -> None:
 def test_tensor_that_is_alone_is_merged_or_refused_in_one_way(tmp_path: Path) -> None:
     """As in a file that lacks the tensors that all layers share, and the configuration that names its method."""
     base = save({"layers.0.q.weight": torch.ones(1, 1)}, tmp_path / "base.safetensors")
-    shares = [name for name, row in ALGORITHMS.items() if row.shared or row.beside]
+    shares = [name for name, row in ALGORITHMS.items() if row.shared or row.base_slots]
     for row in [row for row in SUFFIXES if not {*shares}.isdisjoint(row.algorithms)]:
         adapter = save({f"layers.0.q{row.ending}": torch.ones(1, 1)}, tmp_path / "a.safetensors")
         with contextlib.suppress(MergeError):

@@ -19,9 +19,9 @@ from lora_merge.models.inferred_base import (
     InferredParameter,
     OtherModel,
     UnknownBaseError,
-    assumed,
     candidates,
     complete,
+    inferred_base,
 )
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
@@ -119,7 +119,7 @@ def alone(adapter: Mapping[str, WeightView], to: str) -> Iterator[dict[str, Rows
     for architecture in candidates(changes):
         with suppress(OtherModel):
             dialect = DIALECTS[to].of(architecture)
-            parts = [complete(part, dialect.layout(part)) for part in assumed(changes, architecture)]
+            parts = [complete(part, dialect.layout(part)) for part in inferred_base(changes, architecture)]
             found = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
             own = Words({c.module: view for c in changes if (view := found.find(c.module))})
             yield {name: own.of(view) for name, view in matrices(found, to).items()}

@@ -90,7 +90,7 @@ def write(row: str, folder: Path) -> Job:
     base, adapter = {}, {}
     for n, module in enumerate(MODULES):
         weight, stored = example.layer(torch.Generator().manual_seed(n), torch.float32)
-        beside = {slot: of for slot, of in ALGORITHMS[row].beside.items() if slot in stored}
+        beside = {slot: of for slot, of in ALGORITHMS[row].base_slots.items() if slot in stored}
         base[f"{module}.weight"] = (
             stored["weight"] if "weight" in beside else weight if parameter == "weight" else torch.ones(len(weight), 3)
         )

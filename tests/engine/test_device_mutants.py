@@ -198,7 +198,7 @@ MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
     "a piece is overwritten on its way up": (pieces, "engine.tensor_moves:upload", "lane.settle()", "pass"),
     "lanes share a stream": (lanes, f"{ENGINE}.__init__", "_stream(at.device, number)", "_stream(at.device, 0)"),
     "TF32 is left on": (wide, "engine.torch_state:_make_exact", 'whole == "highest" and', "True or"),
-    "fp64 is rounded twice": (ROUNDED, "engine.tensor_moves:rounded", "_ready(work, dtype)", "work.float()"),
+    "fp64 is rounded twice": (ROUNDED, "engine.gpu_windows:DeviceWindows._at_once", "castable(batch.work, dtype)", "batch.work.float()"),
     "the base is overwritten under a second formula": (
         merges(lora("m.0", seed=3), DORA, dtype="fp32"), "engine.fold:fold", "base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base", "base"),
     "an index is made on the host": (merges(C3A), "algorithms.c3a:delta", ", device=base.device", ""),

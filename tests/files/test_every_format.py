@@ -78,7 +78,7 @@ def test_format_module_reads_what_it_writes(form: OutputFormat) -> None:
     (plain,) = in_memory({WEIGHT: torch.zeros(128, 256)}).values()
     new = form.make(plain)
     assert new is not None
-    tensors = {t.name: t for t in (new.packing.codes, *new.beside) if t is not None}
+    tensors = {t.name: t for t in (new.packing.codes, *new.others) if t is not None}
     checkpoint = Checkpoint(tensors, {}, form.section([]) if form.section else {})
     ((reader, weight),) = ((claim.__module__, weight) for claim in FORMATS for weight in claim(checkpoint))
     assert (reader, weight.weight.name, weight.weight.shape) == (form.make.__module__, WEIGHT, (128, 256))

@@ -140,7 +140,7 @@ class Merge:
             name
             for name, row in ALGORITHMS.items()
             if all(name in names for names in allowed)
-            and all(slot in {*own, *row.shared, *row.beside} for slot, needed in row.slots.items() if needed)
+            and all(slot in {*own, *row.shared, *row.base_slots} for slot, needed in row.slots.items() if needed)
             and all(slot in row.slots for slot in own)
         ]
         chosen = self.told.algorithm(module, candidates)
@@ -151,7 +151,7 @@ class Merge:
             bias = [target.removesuffix("weight") + "bias"] if ALGORITHMS[name].also_bias else []
             shared = {s: self.tensors[key] for s, key in self.told.shared(name, module).items() if key in self.tensors}
             try:
-                near = {slot: f"{bare(module)}.{of}" for slot, of in ALGORITHMS[name].beside.items()}
+                near = {slot: f"{bare(module)}.{of}" for slot, of in ALGORITHMS[name].base_slots.items()}
                 beside = {slot: self.state[key] for slot, key in near.items() if key in self.state}
                 found = {**own, **shared, **beside}
                 done = {t: self.change(name, module, found, t) for t in [target, *bias] if t in self.state}

@@ -12,7 +12,7 @@ from lora_merge.cli.main import main
 from lora_merge.engine import row_blocks
 from lora_merge.errors import FitError, InputError
 from lora_merge.matching.match import bias_beside
-from lora_merge.matching.values import sizes
+from lora_merge.matching.values import resized_values
 from lora_merge.models.weights import RowSlice, WeightView
 from tests.kit.adapters import flux_control
 from tests.kit.files import index, load, save
@@ -177,6 +177,6 @@ def test_vector_has_another_size_only_with_the_weight_beside_it(
     values: dict[str, tuple[int, ...]], unfit: list[str]
 ) -> None:
     base = index({"m.weight": (4, 4), "m.bias": (4,), "norm.weight": (4,)}).tensors
-    errors, notes = sizes(index(values).tensors, base, Path("a"))
+    errors, notes = resized_values(index(values).tensors, base, Path("a"))
     assert [e.where.split(": ")[1].split(" is ")[0] for e in errors] == unfit
     assert len(notes) == sum(base[key].shape != shape for key, shape in values.items()) - len(unfit)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.dtypes import StoredTensor
-from lora_merge.models.weights import RowSlice, Weight, WeightView, rows_of, unstored
+from lora_merge.models.weights import RowSlice, Weight, WeightView, absent_weight, rows_of
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -41,7 +41,7 @@ def test_stored_elements_of_some_rows_are_those_in_the_low_corner(
 
 @given(sizes=SIZES)
 def test_absent_weight_has_no_stored_elements(sizes: list[int]) -> None:
-    weight = unstored("b", tuple(sizes), stored((2,)))
+    weight = absent_weight("b", tuple(sizes), stored((2,)))
     assert (weight.shape, weight.padded, weight.stored.nbytes) == (tuple(sizes), True, 0)
     assert weight.span(0, prod(sizes)) == (0, 0)
 

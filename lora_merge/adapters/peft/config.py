@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
 from ...row_ranges import RowNumbers
-from ...safe_regex import Refused
+from ...safe_regex import Refused, Steps
 from ...text import beginning
-from .module_patterns import Ends, Indexes
+from .module_patterns import Ends
+
+T = TypeVar("T")
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
@@ -89,10 +91,13 @@ class PeftConfig:
     where: str
     inside: str = ""
     """Prefix of the file's names before the path that the configuration uses, such as `transformer.`."""
-    indexes: Indexes = field(default_factory=Indexes, compare=False, repr=False)
+    steps: Steps = field(default_factory=Steps, compare=False, repr=False)
+    """The number of steps that its regular expressions may still take."""
+    _indexes: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """Index of a list or a table, which is made on first use: many modules ask for one."""
 
     def get(self, name: str) -> Any:
-        """Return the value as it is; None where absent."""
+        """Return the value as it is; None if absent."""
         return self.values.get(name)
 
     def number(self, name: str, default: float) -> float:
@@ -100,7 +105,7 @@ class PeftConfig:
         return self._number(name, self.get(name), default)
 
     def integer(self, name: str, default: int, allowed: Bounds = COUNT) -> int:
-        """Return a whole number within these bounds, exact also where a double would round it."""
+        """Return a whole number within these bounds, exact also if a double would round it."""
         value = default if self.get(name) is None else allowed.number(self.get(name))
         if value is None or isinstance(self.get(name), str):
             raise self.wrong_type(name, f"a whole number from {allowed}")
@@ -121,15 +126,22 @@ class PeftConfig:
         return default if value is None else value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings; empty where absent."""
+        """Return a list of strings; empty if absent."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise self.wrong_type(name, "a list of strings")
         return tuple(value)
 
+    def index(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return the index of this key; `make` is called once."""
+        if key not in self._indexes:
+            self._indexes[key] = make()
+        index: T = self._indexes[key]
+        return index
+
     def is_end(self, name: str, text: str, before: str = "") -> bool:
         """Return whether a text ends with `before` and one of the strings of a list, which may be long."""
-        ends, lengths = self.indexes.get(("ends", name, before), lambda: self._ends(name, before))
+        ends, lengths = self.index(("ends", name, before), lambda: self._ends(name, before))
         return any(text[len(text) - n :] in ends for n in takewhile(len(text).__ge__, lengths))
 
     def _ends(self, name: str, before: str) -> tuple[frozenset[str], list[int]]:
@@ -139,7 +151,7 @@ class PeftConfig:
 
     def indices(self, name: str, value: object) -> RowNumbers:
         """Return a list of row numbers, each once. All modules may use one list, which is checked once."""
-        return self.indexes.get(("rows", id(value)), lambda: self._rows(name, value))
+        return self.index(("rows", id(value)), lambda: self._rows(name, value))
 
     def _rows(self, name: str, value: object) -> RowNumbers:
         rows: list[Any] = value if isinstance(value, list) else [None]
@@ -155,7 +167,7 @@ class PeftConfig:
             return default
         patterns = self._patterns(name)
         with self._refusing(name):
-            key = patterns.first(self._path(module), self.indexes.steps)
+            key = patterns.first(self._path(module), self.steps)
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
     def _patterns(self, name: str) -> Ends:
@@ -167,17 +179,17 @@ class PeftConfig:
                 raise self.wrong_type(name, "an object")
             return Ends(table)
 
-        return self.indexes.get(("patterns", name), make)
+        return self.index(("patterns", name), make)
 
     def is_ambiguous(self, name: str, module: str) -> bool:
         """Return whether several keys of a pattern field match the module and have different values.
 
         False for a field that `pattern` was not called for yet.
         """
-        if ("patterns", name) not in self.indexes:
+        if ("patterns", name) not in self._indexes:
             return False
         try:
-            keys = self._patterns(name).every(self._path(module), self.indexes.steps)
+            keys = self._patterns(name).every(self._path(module), self.steps)
         except Refused:  # by a pattern that the merge does not need
             return False
         return any(self.values[name][key] != self.values[name][keys[0]] for key in keys)
@@ -185,16 +197,15 @@ class PeftConfig:
     def matches(self, expression: str, module: str, name: str) -> bool:
         """Return whether the regular expression in field `name` matches the whole of the module's path."""
         with self._refusing(name):
-            steps = self.indexes.steps
-            steps.allow()
-            return steps.pattern(expression, WHOLE_NAME).matches(self._path(module), steps)
+            self.steps.allow()
+            return self.steps.pattern(expression, WHOLE_NAME).matches(self._path(module), self.steps)
 
     def _path(self, module: str) -> str:
         return module.removeprefix(self.inside).removesuffix(".default")  # see suffixes.REWRITES
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """Raise InputError that names the field where a pattern is refused."""
+        """Raise InputError that names the field if a pattern is refused."""
         try:
             yield
         except Refused as e:
@@ -202,7 +213,7 @@ class PeftConfig:
             raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
 
     def version(self, default: str = "") -> tuple[int, ...]:
-        """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () where the field is absent."""
+        """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () if the field is absent."""
         release = VERSION_NUMBER.match(self.text("peft_version", default))
         return tuple(int(part) for part in release.groups() if part) if release else ()
 

@@ -79,7 +79,7 @@ def text(name: str, default: str, *known: str) -> Callable[[PeftConfig], str]:
 
 
 def other(name: str, default: str, other: str) -> Callable[[PeftConfig], bool]:
-    """Return a reader of a field with two known values: true where it is not the default."""
+    """Return a reader of a field with two known values: true if it is not the default."""
     return lambda fields: text(name, default, default, other)(fields) == other
 
 
@@ -114,7 +114,7 @@ def no_rank(_: str, __: Shapes) -> int:
 
 
 def stored_rank(row: str, shapes: Shapes) -> int:
-    """Return the rank of a row's tensors; 0 where the scale uses the configured rank.
+    """Return the rank of a row's tensors; 0 if the scale uses the configured rank.
 
     Factors that start in the base (PiSSA) have at most the rank of the weight, but PEFT scales them by the configured
     rank (0.21.2, `pissa_init`).
@@ -126,7 +126,7 @@ def stored_rank(row: str, shapes: Shapes) -> int:
 
 
 def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_rank) -> Scale:
-    """Return a reader of α / r (α / √r for rs-LoRA); r is the rank of the tensors where `rank` finds one."""
+    """Return a reader of α / r (α / √r for rs-LoRA); r is the rank of the tensors if `rank` finds one."""
 
     def scale(fields: PeftConfig, module: str, row: str, shapes: Shapes) -> float:
         a = _by_pattern(fields, "alpha_pattern", module, fields.number(alpha, default))
@@ -141,7 +141,7 @@ def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_ra
 
 
 def rank_doubt(fields: PeftConfig, row: str, module: str, shapes: Shapes) -> Note | None:
-    """Return the remark on tensors whose rank is not the configured one; None where the two are equal."""
+    """Return the remark on tensors whose rank is not the configured one; None if the two are equal."""
     rank = stored_rank(row, shapes)
     if not rank or fields.get("r") is None or _shares(fields, module):
         return None
@@ -213,12 +213,12 @@ def terms(*, required: bool) -> Callable[[PeftConfig], int]:
 
 
 def limit(name: str, default: float, switch: str) -> Callable[[PeftConfig], float]:
-    """Return a reader of a number that is used where a switch is on; else 0."""
+    """Return a reader of a number that is used if a switch is on; else 0."""
     return lambda fields: fields.number(name, default) if fields.flag(switch, default=False) else 0.0
 
 
 def mlx_scale(fields: PeftConfig) -> float | None:
-    """Return mlx-lm's `scale`; None where `alpha` differs from the rank, so that the user must state the scale. Early
+    """Return mlx-lm's `scale`; None if `alpha` differs from the rank, so that the user must state the scale. Early
     versions multiplied the scale by alpha / rank, later ones ignore alpha (mlx-lm, tuner/lora.py)."""
     table = fields.get("lora_parameters")
     if not isinstance(table, dict):
@@ -242,7 +242,7 @@ class PeftMethod:
     suffixes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Ending of a key → slot in all rows, or (slot, row, …) for these rows alone. Keys may hold an adapter's name."""
     scale: Scale | None = None
-    """The scale in all rows; None where the rows have no scale or compute it themselves."""
+    """The scale in all rows; None if the rows have no scale or compute it themselves."""
     settings: Mapping[str, Callable[[PeftConfig], object]] = field(default_factory=dict)
     """Setting → its reader; rows without the setting ignore it."""
     counts: Mapping[str, Count] = field(default_factory=dict)  # by row
@@ -341,7 +341,7 @@ PEFT_ROWS: Final = (
     ),
     PeftMethod("ADALORA", ("adalora",), {".lora_E": "values"}, adalora, check=refuse_lora, conv1d=True),
     PeftMethod("LOHA", ("loha",), scale=ratio("alpha", 8)),
-    # PEFT uses this scale also where both factors are full; LyCORIS uses 1 there
+    # PEFT uses this scale also if both factors are full; LyCORIS uses 1 there
     PeftMethod("LOKR", ("lokr",), scale=ratio("alpha", 8), settings={"right_aligned": lambda _: True}),
     PeftMethod("IA3", ("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}, choose=_ia3, conv1d=True),
     PeftMethod(

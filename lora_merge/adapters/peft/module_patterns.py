@@ -11,8 +11,8 @@ length with dots at the same positions take one look-up, and the names of a mode
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeAlias
 
 from ...safe_regex import Steps
 
@@ -20,7 +20,6 @@ PLAIN_PATTERN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
 END_OF_NAME: Final = r"(.*\.)?(%s)$"
 ESCAPED_DOT: Final = "\0"  # an escaped dot of a key, which matches only a dot
 Dots: TypeAlias = tuple[int, ...]
-Index = TypeVar("Index")
 
 
 class Ends:
@@ -85,22 +84,3 @@ def _dotted(text: str, dots: Dots) -> str:
 
 def _matches(key: str, path: str, steps: Steps) -> bool:
     return steps.pattern(key, END_OF_NAME).matches(path, steps)
-
-
-class Indexes:
-    """The indexes of the lists and tables of one configuration, each made on first use, and the number of steps that
-    its patterns may still take."""
-
-    def __init__(self) -> None:
-        self.steps = Steps()
-        self._by_key: dict[tuple[object, ...], Any] = {}
-
-    def __contains__(self, key: tuple[object, ...]) -> bool:
-        return key in self._by_key
-
-    def get(self, key: tuple[object, ...], make: Callable[[], Index]) -> Index:
-        """Return the index of this key; `make` is called once."""
-        if key not in self._by_key:
-            self._by_key[key] = make()
-        index: Index = self._by_key[key]
-        return index

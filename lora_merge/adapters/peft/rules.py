@@ -13,7 +13,7 @@ are empty and the numbers in the file are used. Matching uses the rules so:
 4. `numbers(algorithm, module, fitted shapes)`: `Scalar` fields, which replace those of `Algorithm.scalars_from`.
 5. `settings(algorithm)`: the row's settings. Matching adds the setting `widest`: (out, in), each the largest over all
    weights that the adapter changes with this algorithm.
-6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. Where the file lacks this tensor,
+6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. If the file lacks this tensor,
    `Algorithm.derive(fitted shapes, weight shape, settings)` computes it.
 
 Module names may begin with the `base_model.model.` of PEFT's files. A row with `also_bias` changes the module's bias
@@ -246,7 +246,7 @@ class PeftRules:
         }
 
     def _group(self, module: str) -> int:
-        """Return the number of the layer's vector in TinyLoRA; InputError where the order of the layers is unknown."""
+        """Return the number of the layer's vector in TinyLoRA; InputError if the order of the layers is unknown."""
         layers = len(self.layers) or 1
         groups = max(1, round(layers * (1 - self.fields.number("weight_tying", 0.0))))
         return min(self._number(module) // max(1, layers // groups), groups - 1) if groups > 1 else 0

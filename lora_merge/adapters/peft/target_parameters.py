@@ -82,11 +82,11 @@ def saved_inside(fields: PeftConfig, name: str) -> bool:
 
 
 def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
-    """Return the whole names of the parameters that a module may change; none where the module is a layer."""
+    """Return the whole names of the parameters that a module may change; none if the module is a layer."""
     if not fields.get(TARGET_PARAMETERS):
         return ()
     # The parameters whose module's name is an end of this path, in the order of the configuration.
-    named, loose = fields.indexes.get((TARGET_PARAMETERS,), lambda: _by_owner(fields))
+    named, loose = fields.index((TARGET_PARAMETERS,), lambda: _by_owner(fields))
     path = bare(module)
     owner = path.replace(WRAPPER, "")
     starts = (0, *(at + 1 for at, char in enumerate(owner) if char == "."))
@@ -157,7 +157,7 @@ def _in_out(fields: PeftConfig, model: str) -> bool | None:
 
 
 def _trained_class(fields: PeftConfig) -> str:
-    """Return the class of the model that PEFT wrapped; "" where the configuration has a task type instead."""
+    """Return the class of the model that PEFT wrapped; "" if the configuration has a task type instead."""
     mapping = fields.get("auto_mapping")
     return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 

@@ -236,7 +236,7 @@ def _nameless(side: tuple[Index, Names], places: Sequence[Place]) -> Iterator[Pl
     for place in places:
         for piece in place.view.row_slices:
             taken.setdefault(piece.key, set()).add(piece)
-    for key in index.tensors.keys() - index.beside:
+    for key in index.tensors.keys() - index.packing_names:
         shape = names.shapes.get(names.without_wrappers(key), index.tensors[key].shape)
         whole, at = RowSlice(key, 0, *flat(shape)), 0
         pieces = sorted(taken.get(key, ()), key=lambda p: p.start)
@@ -272,7 +272,7 @@ def _usual(place: Place) -> bool:
 def _compared(place: Place, index: Index) -> bool:
     """Return whether a parameter is a weight, and not an index (position ids), an average of weights or a scale."""
     keys = [piece.key for piece in place.view.row_slices]
-    plain = index.beside.isdisjoint(keys) and all(
+    plain = index.packing_names.isdisjoint(keys) and all(
         k in index.packed or index.tensors[k].dtype.startswith(FLOATING) for k in keys
     )
     return plain and not any(k.startswith(AVERAGES) for k in keys)

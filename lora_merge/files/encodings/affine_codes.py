@@ -38,7 +38,7 @@ class Affine(Encoding):
         return levels.mul_(scale).add_(bias)
 
     def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
-        """Return codes, scales and biases; those of a group are kept where they cover the new numbers."""
+        """Return codes, scales and biases; those of a group are kept if they cover the new numbers."""
         from . import bit_packing, stochastic_rounding
 
         groups = values.view(-1, self.group)
@@ -65,8 +65,8 @@ class Affine(Encoding):
     def _fitted(
         self, ends: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
-        """Return (scales, biases) of groups with these ranges: the old ones where they cover the range and use most of
-        their codes, else new ones by mlx's rule, a little wider where the stored numbers would not cover the range.
+        """Return (scales, biases) of groups with these ranges: the old ones if they cover the range and use most of
+        their codes, else new ones by mlx's rule, a little wider if the stored numbers would not cover the range.
 
         mlx's rule: one end of the range is the bias, the end farther from zero, and zero is a whole code.
         """

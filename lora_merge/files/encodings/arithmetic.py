@@ -190,7 +190,7 @@ def cut_to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor:
 def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
     """Return scales, in fp32, that `dtype` holds and at which `steps` codes reach as far as the largest numbers.
 
-    They are the nearest ones, or the next above where even `room` codes would not reach: bf16 moves a scale by up to a
+    They are the nearest ones, or the next above if even `room` codes would not reach: bf16 moves a scale by up to a
     512th, and the smallest numbers of fp16 are far apart. Raises OutOfRange if no scale is large enough.
     """
     kind = FLOAT_DTYPES[dtype]

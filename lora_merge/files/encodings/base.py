@@ -96,7 +96,7 @@ class Encoding:
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Roles of the parts that new numbers never change."""
     from_zeros: ClassVar[bool] = False
-    """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
+    """Whether new numbers can be stored if no codes were before: `encode` then gets codes of zeros."""
 
     @classmethod
     def shared(cls, unit: tuple[int, int], group: int = 1, **settings: Any) -> Self:
@@ -166,7 +166,7 @@ class Encoding:
         """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
 
         `values`: flat, fp32 or fp64, finite. `parts`: those of the numbers before the change; their scales are kept
-        where they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
+        if they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
         """
         raise NotImplementedError
 
@@ -189,21 +189,21 @@ def finite(numbers: Tensor, what: str) -> Tensor:
 
 
 class Packing(NamedTuple):
-    """The form in which one weight is stored: its encoding, and the tensors beside its codes by role."""
+    """The form in which one weight is stored: its encoding, and the tensors next to its codes by role."""
 
     encoding: Encoding
     codes: StoredTensor | None = None  # as the container lists it; None for plain numbers
     parts: Mapping[str, WeightPart] = {}
-    beside: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
+    marks: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors beside the numbers, which a weight of plain numbers does not have."""
-        return self.beside.union(part.info.name for part in self.parts.values())
+        """Return the names of all tensors next to the numbers, which a weight of plain numbers does not have."""
+        return self.marks.union(part.info.name for part in self.parts.values())
 
     @property
     def changing(self) -> frozenset[str]:
-        """Return the names of the tensors beside the codes that new numbers may change."""
+        """Return the names of the tensors next to the codes that new numbers may change."""
         fixed = frozenset[str]() if self.encoding.new_scales else self.encoding.fixed
         return frozenset(part.info.name for role, part in self.parts.items() if role not in fixed)
 

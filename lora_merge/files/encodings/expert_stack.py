@@ -33,7 +33,7 @@ class ExpertStack(Encoding):
         return torch.cat([self.inner.decode(parts_of, 0, self.group).reshape(-1) for parts_of in each])
 
     def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
-        """Return codes and scales; those of a matrix are fitted again where they do not cover it."""
+        """Return codes and scales; those of a matrix are fitted again if they do not cover it."""
         import torch
 
         matrices = []
@@ -72,4 +72,4 @@ def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, Stor
     whole = {role: WeightPart(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
     inner = first.encoding
     encoding = ExpertStack.shared(inner.unit, numbers, label=inner.label, inner=inner)
-    return Packing(encoding, codes, whole, first.beside)
+    return Packing(encoding, codes, whole, first.marks)

@@ -240,7 +240,7 @@ class Fp4Tensors(NamedTuple):
     scale: StoredTensor
     label: str
     whole: StoredTensor | None
-    beside: frozenset[str] = frozenset()
+    marks: frozenset[str] = frozenset()
     fp8_scales: bool = False  # also without a scale of the whole weight
     pre: StoredTensor | None = None  # factors of the inputs
 
@@ -253,7 +253,7 @@ def fp4(
     divided: bool = False,
     new_scales: bool = False,
 ) -> Packing | None:
-    """Return how a weight is stored as e2m1 codes; None where dtypes and shapes do not go together.
+    """Return how a weight is stored as e2m1 codes; None if dtypes and shapes do not go together.
 
     With a scale of the whole weight, or with `fp8_scales`, it is nvfp4, else mxfp4.
     """
@@ -280,4 +280,4 @@ def fp4(
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip
     parts = {SCALE: part} | ({WHOLE_SCALE: WeightPart(of.whole)} if of.whole is not None else {})
     parts |= {PRE: WeightPart(of.pre)} if of.pre is not None else {}
-    return Packing(encoding, codes, parts, of.beside)
+    return Packing(encoding, codes, parts, of.marks)

@@ -67,7 +67,7 @@ class LowRank(Encoding):
 class LowRankSums(Encoding):
     """q · s + z + up · down, in the basis of the model."""
 
-    dtype: str = ""  # of codes of one byte; "" where several codes share bytes
+    dtype: str = ""  # of codes of one byte; "" if several codes share bytes
     bits: int = 8
     lowest: int = 0  # the number of the code 0 of packed codes
     shape: tuple[int, int, int] = (1, 1, 1)  # groups, columns of a group, places of a kernel
@@ -150,4 +150,4 @@ def with_factors(packing: Packing, shape: Shape, of: LowRankFactors) -> Packing 
         rotation=of.rotation, factors=of.up.dtype if of.up else "F32",
     )  # fmt: skip
     parts = {**packing.parts, **of.parts(cols)}
-    return Packing(encoding, packing.codes, parts, packing.beside)
+    return Packing(encoding, packing.codes, parts, packing.marks)

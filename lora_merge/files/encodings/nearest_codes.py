@@ -73,7 +73,7 @@ def _buckets(places: tuple[float, ...]) -> Tensor:
     """
     ends, points = torch.tensor(places), torch.arange(KEYS, dtype=torch.int32) << 16
     first, last = (torch.bucketize(p.view(torch.float32), ends) for p in (points, points | LOW))
-    last = torch.where((points & INFINITE) == INFINITE, first, last)  # NaN beside the infinite numbers
+    last = torch.where((points & INFINITE) == INFINITE, first, last)  # NaN next to the infinite numbers
     if bool((first - last).abs().gt(1).any()):
         return torch.empty(0, dtype=torch.int32)
     negative, splits = points < 0, first != last

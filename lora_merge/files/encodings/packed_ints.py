@@ -90,7 +90,7 @@ class PackedInts(Encoding):
         order = self._order(parts)
         matrix = values.view(rows, self.cols)
         groups = self._groups(matrix if order is None else matrix[:, order])
-        # Their scales and zero points: the old ones where they cover the numbers.
+        # Their scales and zero points: the old ones if they cover the numbers.
         old, zero = self._scale(parts, rows), self._zero(parts, rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted((low, high), old, zero, parts)
@@ -166,7 +166,7 @@ class PackedInts(Encoding):
         return stored.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
     def _order(self, parts: PartNumbers) -> Tensor | None:
-        """Return the columns, group after group; InvalidPart where the groups have other sizes."""
+        """Return the columns, group after group; InvalidPart if the groups have other sizes."""
         from . import bit_packing
 
         if ORDER not in parts:
@@ -177,7 +177,7 @@ class PackedInts(Encoding):
         return order
 
     def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: PartNumbers) -> tuple[Tensor, Any]:
-        """Return scales and zero points: the old ones where they cover the numbers, else the smallest that do."""
+        """Return scales and zero points: the old ones if they cover the numbers, else the smallest that do."""
         import torch
 
         from . import arithmetic

@@ -1,7 +1,7 @@
 """Codes of one byte, fp8 or whole numbers, times scales: W = (q − z) · s, the form of most quantised checkpoints.
 
 One scale belongs to the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
-Scales are kept where they cover the new numbers; each of the others is fitted again by itself.
+Scales are kept if they cover the new numbers; each of the others is fitted again by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ScaledTensors(NamedTuple):
     codes: StoredTensor
     scale: StoredTensor
     label: str
-    beside: frozenset[str] = frozenset()
+    marks: frozenset[str] = frozenset()
     zero: StoredTensor | None = None
     block: tuple[int, int] | None = None
     byte_powers: bool = False
@@ -79,7 +79,7 @@ class ScaledCodes(Encoding):
 
     @property
     def common(self) -> str:
-        """Role of the scale of the whole weight; "" where new numbers may need another."""
+        """Role of the scale of the whole weight; "" if new numbers may need another."""
         return "" if self.block[0] or self.new_scales else SCALE
 
     def factor_of(self, parts: PartNumbers) -> float:
@@ -176,7 +176,7 @@ class ScaledCodes(Encoding):
         return blocks.amin((2, 4)), blocks.amax((2, 4))
 
     def _drawn(self, levels: Tensor, parts: PartNumbers) -> Tensor:
-        """Return the levels, those of stochastic rounding where draws are given."""
+        """Return the levels, those of stochastic rounding if draws are given."""
         from . import stochastic_rounding
 
         if DRAW not in parts:
@@ -257,7 +257,7 @@ class ScaledCodes(Encoding):
         return numbers.view(matrices, -1, 1, self._columns, 1)
 
     def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: PartNumbers) -> Tensor:
-        """Return the scales: the old ones where they cover the numbers, else the smallest that do."""
+        """Return the scales: the old ones if they cover the numbers, else the smallest that do."""
         import torch
 
         from . import arithmetic
@@ -281,7 +281,7 @@ class ScaledCodes(Encoding):
     def _fitted_with_zero(
         self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
-        """Return scales and zero points: the old ones where they cover the numbers."""
+        """Return scales and zero points: the old ones if they cover the numbers."""
         import torch
 
         from . import arithmetic
@@ -312,7 +312,7 @@ class ScaledCodes(Encoding):
 
 
 def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
-    """Return how a weight is stored as codes and scales; None where their dtypes and shapes do not go together."""
+    """Return how a weight is stored as codes and scales; None if their dtypes and shapes do not go together."""
     shape, size = of.codes.shape, prod(of.scale.shape)
     settings |= {"dtype": of.codes.dtype, "kind": of.kind, "label": of.label}
     if of.codes.dtype not in CODE_DTYPES or not of.kind or not prod(shape) or len(shape) < 2:
@@ -323,7 +323,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
-        return Packing(ScaledCodes.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
+        return Packing(ScaledCodes.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.marks)
     # Scales of blocks of rows and columns.
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size in the file, is the whole weight
@@ -345,7 +345,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if of.zero is not None:
         parts[ZERO] = WeightPart(of.zero, numbers, scales)
     encoding = ScaledCodes.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
-    return Packing(encoding, of.codes, parts, of.beside)
+    return Packing(encoding, of.codes, parts, of.marks)
 
 
 def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:

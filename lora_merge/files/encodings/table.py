@@ -91,7 +91,7 @@ class TableCodes(Encoding):
     def _fitted(
         self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartNumbers
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return scales as stored and as numbers: the old ones where they cover the numbers, else new ones."""
+        """Return scales as stored and as numbers: the old ones if they cover the numbers, else new ones."""
         import torch
         from torch.nn.functional import pad
 

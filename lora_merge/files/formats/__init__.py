@@ -59,6 +59,6 @@ def recognised(
     return weights, {c.weight.name: c.packing for c in claims.values()}
 
 
-def beside(packed: Mapping[str, Packing]) -> frozenset[str]:
-    """Return the names of all tensors beside quantised weights: scales, marks, tables."""
+def packing_names(packed: Mapping[str, Packing]) -> frozenset[str]:
+    """Return the names of all tensors next to quantised weights: scales, marks, tables."""
     return frozenset(name for packing in packed.values() for name in packing.names)

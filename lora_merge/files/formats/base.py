@@ -24,7 +24,7 @@ from ..encodings.base import Packing, Tensors
 NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fifty
 
 CODES_ALIGNMENT: Final = 8
-"""The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
+"""The codes of a weight, and the tensors next to them, take a multiple of so many bytes, so that what follows them in
 the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
 
 
@@ -109,10 +109,10 @@ def fills_words(tensors: Iterable[SizedTensor]) -> bool:
 
 
 class NewWeight(NamedTuple):
-    """A weight in its new form, and the new tensors beside its codes."""
+    """A weight in its new form, and the new tensors next to its codes."""
 
     packing: Packing
-    beside: tuple[StoredTensor, ...]
+    others: tuple[StoredTensor, ...]
 
 
 @lru_cache(maxsize=4096)

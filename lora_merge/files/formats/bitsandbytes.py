@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes: nf4 and fp4, whose JSON is in a tensor beside the codes, and int8 with a scale for each row.
+"""Weights of bitsandbytes: nf4 and fp4, whose JSON is in a tensor next to the codes; int8 with a scale for each row.
 
 https://github.com/bitsandbytes-foundation/bitsandbytes bitsandbytes/functional.py.
 """

@@ -47,7 +47,7 @@ NVFP4_ROWS: Final = 16  # of which ComfyUI stores a multiple
 ROTATED: Final = 256
 """Columns that are rotated together, where the JSON does not say it."""
 
-BESIDE: Final = ("comfy_quant", "input_scale")
+MARKS: Final = ("comfy_quant", "input_scale")
 """Last names of tensors of a layer that are no parts of its weight."""
 
 
@@ -80,7 +80,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
 
 def _layers(checkpoint: Checkpoint) -> Iterator[tuple[str, LayerNote]]:
     """Yield name and JSON of every layer that a file of the new style marks as quantised."""
-    # The entry of the metadata names layers; a tensor beside a weight counts more.
+    # The entry of the metadata names layers; a tensor next to a weight counts more.
     try:
         entry = from_json(checkpoint.metadata[LAYERS_ENTRY].encode()) if LAYERS_ENTRY in checkpoint.metadata else {}
     except ValueError:
@@ -115,7 +115,7 @@ def _rows_of(checkpoint: Checkpoint, stem: str, layer: LayerNote, stored: tuple[
 
 
 def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
-    """Yield the weights beside scales of the old style, under the prefix of a mark."""
+    """Yield the weights next to scales of the old style, under the prefix of a mark."""
     names = checkpoint.tensors
     marks = [name.removesuffix("scaled_fp8") for name in names if name.rpartition(".")[2] == "scaled_fp8"]
     for stem in checkpoint.stems("scale_weight") if marks else ():
@@ -123,8 +123,8 @@ def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         weight, scale = checkpoint.get(stem, "weight"), names[f"{stem}.scale_weight"]
         if mark is None or weight is None or weight.dtype == "I8":
             continue
-        beside = checkpoint.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
-        if packing := scaled(ScaledTensors(weight, scale, FP8_SCALED, beside)):
+        others = checkpoint.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
+        if packing := scaled(ScaledTensors(weight, scale, FP8_SCALED, others)):
             yield claimed(weight, weight.name, weight.shape, packing)
 
 
@@ -140,8 +140,8 @@ def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClai
         if not settings["rotation"]:
             return None
     block = (1, 32) if mx else None
-    label, beside = LABELS.get(layer.form, FP8_SCALED), checkpoint.present(stem, *BESIDE)
-    of = ScaledTensors(weight, scale, label, beside, block=block, byte_powers=mx)
+    label, marks = LABELS.get(layer.form, FP8_SCALED), checkpoint.present(stem, *MARKS)
+    of = ScaledTensors(weight, scale, label, marks, block=block, byte_powers=mx)
     if (of.kind == E8M0) != mx:
         return None
     packing = scaled(of, **settings) or (_mxfp8_bank(of) if mx else None)
@@ -174,7 +174,7 @@ def _rotated_rows(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> Weight
     encoding = PackedInts.shared(
         (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size, label=FOUR_BITS
     )
-    packing = Packing(encoding, codes, {SCALE: WeightPart(scale, cols, 4)}, checkpoint.present(stem, *BESIDE))
+    packing = Packing(encoding, codes, {SCALE: WeightPart(scale, cols, 4)}, checkpoint.present(stem, *MARKS))
     return claimed(codes, codes.name, (rows, cols), packing)
 
 
@@ -184,7 +184,7 @@ def _nvfp4(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim |
     whole, pre = checkpoint.get(stem, "weight_scale_2"), checkpoint.get(stem, "pre_quant_scale")
     if layer.rotated or codes is None or scale is None or whole is None:
         return None
-    of = Fp4Tensors(codes, scale, "nvfp4", whole, checkpoint.present(stem, *BESIDE), pre=pre)
+    of = Fp4Tensors(codes, scale, "nvfp4", whole, checkpoint.present(stem, *MARKS), pre=pre)
     packing = fp4(of, high_first=True, swizzled=True) or _nvfp4_bank(of)
     if packing is None:
         return None
@@ -227,7 +227,7 @@ def _grouped(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
     )
     parts = {SCALE: WeightPart(group, size, ITEM_BYTES[group.dtype]), ROW_SCALE: WeightPart(row, cols, 4)}
     parts |= {BOOK: WeightPart(book)} if book is not None else {}
-    packing = Packing(encoding, codes, parts, checkpoint.present(stem, *BESIDE))
+    packing = Packing(encoding, codes, parts, checkpoint.present(stem, *MARKS))
     return claimed(codes, codes.name, (rows, cols), packing)
 
 
@@ -244,7 +244,7 @@ def _columns(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
         return None
     encoding = Columns.shared((2, 1), cols, shape=(rows, cols), scales=scale.dtype, label=layer.form)
     packing = Packing(
-        encoding, codes, {SCALE: WeightPart(scale), ZERO: WeightPart(zero)}, checkpoint.present(stem, *BESIDE)
+        encoding, codes, {SCALE: WeightPart(scale), ZERO: WeightPart(zero)}, checkpoint.present(stem, *MARKS)
     )
     return claimed(codes, codes.name, (rows, cols), packing)
 
@@ -262,7 +262,7 @@ def _with_note(weight: StoredTensor, packing: Packing | None, options: Mapping[s
         return None
     parts = [part.info for part in packing.parts.values()]
     note = new_note(weight, "comfy_quant", options, parts)
-    return NewWeight(packing._replace(beside=frozenset({note.name})), (*parts, note))
+    return NewWeight(packing._replace(marks=frozenset({note.name})), (*parts, note))
 
 
 def new_fp8(weight: StoredTensor) -> NewWeight | None:

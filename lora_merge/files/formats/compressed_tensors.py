@@ -27,7 +27,7 @@ EMBEDDING_LAYERS: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNOR
 """Names of modules that are embeddings and no linear layers; files do not hold the class of a module."""
 
 METHOD: Final = "compressed-tensors"
-BESIDE: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
+MARKS: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
 
 BYTE_FORMATS: Final = ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized")
 """Formats with codes of one byte in `l.weight`."""
@@ -61,8 +61,8 @@ def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) 
         return None
     scale = checkpoint.tensors[f"{stem}.weight_scale"]
     form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"
-    beside, block = checkpoint.present(stem, *BESIDE), _block(args, scale)
-    of = ScaledTensors(weight, scale, f"compressed-tensors {form}", beside, zero, block, byte_powers=True)
+    marks, block = checkpoint.present(stem, *MARKS), _block(args, scale)
+    of = ScaledTensors(weight, scale, f"compressed-tensors {form}", marks, zero, block, byte_powers=True)
     packing = scaled(of)
     return claimed(weight, weight.name, weight.shape, packing) if packing else None
 
@@ -82,19 +82,19 @@ def _block(args: Mapping[str, Any], scale: StoredTensor) -> tuple[int, int] | No
 def _packed(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any], form: str) -> WeightClaim | None:
     """Return the claim of a weight with several codes in a byte."""
     codes, scale = checkpoint.get(stem, "weight_packed"), checkpoint.tensors[f"{stem}.weight_scale"]
-    name, beside = f"{stem}.weight", checkpoint.present(stem, *BESIDE)
+    name, marks = f"{stem}.weight", checkpoint.present(stem, *MARKS)
     if codes is None:
         return None
     packing: Packing | None = None
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         of = Fp4Tensors(
-            codes, scale, f"compressed-tensors {form[:5]}", checkpoint.get(stem, "weight_global_scale"), beside
+            codes, scale, f"compressed-tensors {form[:5]}", checkpoint.get(stem, "weight_global_scale"), marks
         )
         packing = fp4(of, divided=True)
         return claimed(codes, name, (*codes.shape[:-1], codes.shape[-1] * 2), packing) if packing else None
     if form == "pack-quantized":
         order, zero = checkpoint.get(stem, "weight_g_idx"), checkpoint.get(stem, "weight_zero_point")
-        ints = PackedTensors(codes, scale, args, checkpoint.get(stem, "weight_shape"), zero, order, beside)
+        ints = PackedTensors(codes, scale, args, checkpoint.get(stem, "weight_shape"), zero, order, marks)
         return _packed_ints(ints, name)
     return None
 
@@ -141,7 +141,7 @@ class PackedTensors(NamedTuple):
     shape: StoredTensor | None
     zero: StoredTensor | None
     order: StoredTensor | None
-    beside: frozenset[str]
+    marks: frozenset[str]
 
 
 def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
@@ -175,7 +175,7 @@ def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
         (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
         zeros=of.zero is not None, dense=dense, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
     )  # fmt: skip
-    return claimed(codes, name, (rows, cols), Packing(encoding, codes, parts, of.beside))
+    return claimed(codes, name, (rows, cols), Packing(encoding, codes, parts, of.marks))
 
 
 def _words(numbers: int, bits: int, *, dense: bool) -> int:

@@ -17,7 +17,7 @@ FNUZ_DTYPES: Final = {"F8_E4M3FNUZ": "fp8_e4m3fnuz", "F8_E5M2FNUZ": "fp8_e5m2fnu
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
-    """Yield the tensors of these dtypes without a scale beside them."""
+    """Yield the tensors of these dtypes without a scale next to them."""
     for name, info in checkpoint.tensors.items():
         if info.dtype not in FNUZ_DTYPES or not info.nbytes:
             continue

@@ -44,7 +44,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         if packing := shared_byte_ints(
             codes, scale, zero, shape[1], bits=bits, cols=cols, across=across, high_first=True, label=label
         ):
-            packing = packing._replace(beside=checkpoint.present(stem, *SETTINGS))
+            packing = packing._replace(marks=checkpoint.present(stem, *SETTINGS))
             yield claimed(codes, f"{stem}.weight", shape, packing)
 
 

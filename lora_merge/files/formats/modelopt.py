@@ -42,12 +42,12 @@ def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim]:
     32 columns."""
     for stem in checkpoint.stems("weight_scale"):
         weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.weight_scale"]
-        beside = checkpoint.present(stem, "input_scale")
+        marks = checkpoint.present(stem, "input_scale")
         if weight is None or weight.dtype != "F8_E4M3" or checkpoint.present(stem, "pre_quant_scale"):
             continue
         block = (1, 32) if scale.dtype == "U8" else (128, 128) if algorithm == "FP8_PB_WO" else None
         label = f"ModelOpt {'mxfp8' if scale.dtype == 'U8' else 'fp8'}"
-        if packing := scaled(ScaledTensors(weight, scale, label, beside, block=block, byte_powers=True)):
+        if packing := scaled(ScaledTensors(weight, scale, label, marks, block=block, byte_powers=True)):
             yield claimed(weight, weight.name, weight.shape, packing)
 
 

@@ -1,7 +1,7 @@
 """Scaled weights without any mark: files of musubi-tuner, sd-scripts and lightx2v.
 
 musubi-tuner and sd-scripts write `l.scale_weight` in the model's dtype: one number, one for each row, or [rows, groups,
-1]. lightx2v writes `l.weight_scale` beside int8 or fp8: [rows, 1], or for DeepGEMM one for each block of 128 by 128.
+1]. lightx2v writes `l.weight_scale` next to int8 or fp8: [rows, 1], or for DeepGEMM one for each block of 128 by 128.
 Other files have [rows], or one number for the weight.
 https://github.com/kohya-ss/musubi-tuner src/musubi_tuner/modules/fp8_optimization_utils.py,
 https://github.com/ModelTC/lightx2v tools/convert.
@@ -51,8 +51,8 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             or checkpoint.present(stem, *REQUIRED_TENSORS)
         ):
             continue
-        (rows, cols), beside = weight.shape, checkpoint.present(stem, "input_scale")
+        (rows, cols), others = weight.shape, checkpoint.present(stem, "input_scale")
         tiled = scale.shape not in ((rows, 1), (1, 1)) and scale.shape == (-(-rows // TILE), -(-cols // TILE))
         label = "fp8 blocks" if tiled else "fp8 or int8 rows" if prod(scale.shape) > 1 else "fp8 or int8"
-        if packing := scaled(ScaledTensors(weight, scale, label, beside, block=(TILE, TILE) if tiled else None)):
+        if packing := scaled(ScaledTensors(weight, scale, label, others, block=(TILE, TILE) if tiled else None)):
             yield claimed(weight, weight.name, weight.shape, packing)

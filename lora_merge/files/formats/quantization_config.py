@@ -45,7 +45,7 @@ def of_cache(tensors: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def activation_notes(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[Note]:
-    """Yield a note for the user if weights that change have scales of activations beside them, which do not change."""
+    """Yield a note for the user if weights that change have scales of activations next to them, which do not change."""
     if any(name.endswith(ACTIVATION_SCALES) for key in changed if key in packed for name in packed[key].names):
         yield Note("activation scales stay as they are; they were measured without the adapters")
 
@@ -65,7 +65,7 @@ def with_side_file(
 ) -> Mapping[str, Any]:
     """Return the configuration of a folder with the section by a file of `SIDES`, unless it has one.
 
-    `name`, `settings`: of that file. Those of GPTQ and AWQ count only beside their tensors.
+    `name`, `settings`: of that file. Those of GPTQ and AWQ count only next to their tensors.
     """
     left_over = SIDES[name] is not side_section and not any(key.endswith(".qweight") for key in tensors)
     entries = {} if section(config) or left_over else SIDES[name](settings)

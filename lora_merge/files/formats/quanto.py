@@ -27,17 +27,17 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     for name in checkpoint.stems("_scale"):
         stem, scale = name.rpartition(".")[0], checkpoint.tensors[f"{name}._scale"]
         codes = checkpoint.get(name, "_data")
-        beside = checkpoint.present(stem, *ACTIVATION_SCALES)
+        marks = checkpoint.present(stem, *ACTIVATION_SCALES)
         if codes is None:
-            weight = _few_bits(checkpoint, name, scale, beside)
+            weight = _few_bits(checkpoint, name, scale, marks)
         else:
-            packing = scaled(ScaledTensors(codes, scale, f"quanto {QTYPES.get(codes.dtype, '')}", beside))
+            packing = scaled(ScaledTensors(codes, scale, f"quanto {QTYPES.get(codes.dtype, '')}", marks))
             weight = claimed(codes, name, codes.shape, packing) if packing else None
         if weight is not None:
             yield weight
 
 
-def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, beside: frozenset[str]) -> WeightClaim | None:
+def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, marks: frozenset[str]) -> WeightClaim | None:
     """Return the claim of a weight of 2 or 4 bits, whose rows its bias shows."""
     codes, zero = checkpoint.get(name, "_data._data"), checkpoint.get(name, "_shift")
     bias = checkpoint.get(name.rpartition(".")[0], "bias")
@@ -49,4 +49,4 @@ def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, beside: fr
         return None
     shape = rows, groups * cols // rows
     packing = shared_byte_ints(codes, scale, zero, shape[1], bits=bits, cols=cols, label=f"quanto int{bits}")
-    return claimed(codes, name, shape, packing._replace(beside=beside)) if packing else None
+    return claimed(codes, name, shape, packing._replace(marks=marks)) if packing else None

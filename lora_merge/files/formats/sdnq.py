@@ -227,7 +227,7 @@ def _stored(kind: str) -> str:
 
 def _rotation_within(most: int, channels: int) -> int | None:
     """Return how many columns are rotated together, 0 for none: the largest power of two that divides the columns. None
-    where the library would take a matrix of another kind."""
+    if the library would take a matrix of another kind."""
     if not most:
         return 0
     size = 1

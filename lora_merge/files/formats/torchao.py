@@ -42,12 +42,12 @@ class TorchaoTensors(NamedTuple):
     whole: StoredTensor | None
     settings: Mapping[str, Any]
     label: str
-    beside: frozenset[str]
+    marks: frozenset[str]
 
 
 def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> StoredForm:
     """Return how codes of one byte with a scale for each block are stored."""
-    codes, scale, zero, beside = of.codes, of.scale, of.zero, of.beside
+    codes, scale, zero, marks = of.codes, of.scale, of.zero, of.marks
     block = of.settings.get("block_size")
     if codes.dtype != dtype or not isinstance(block, list) or len(block) != len(codes.shape) or len(block) < 2:
         return None, ()
@@ -56,9 +56,9 @@ def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> StoredForm:
     if zero is not None and (prod(zero.shape) != prod(scale.shape) or prod(scale.shape) > prod(codes.shape)):
         return None, ()
     if zero is not None and not any(read_bytes(zero)):  # symmetric, and it stays so
-        beside, zero = beside | {zero.name}, None
+        marks, zero = marks | {zero.name}, None
     single = prod(scale.shape) == 1 and zero is None
-    stored = ScaledTensors(codes, scale, of.label, beside, zero, None if single else (block[-2], block[-1]))
+    stored = ScaledTensors(codes, scale, of.label, marks, zero, None if single else (block[-2], block[-1]))
     return scaled(stored, **settings), codes.shape
 
 
@@ -77,7 +77,7 @@ def _mx(of: TorchaoTensors) -> StoredForm:
     if of.settings.get("block_size") != 32 or of.zero is not None or of.whole is not None:
         return None, ()
     if (kind, of.codes.dtype) == ("float8_e4m3fn", "F8_E4M3"):
-        stored = ScaledTensors(of.codes, of.scale, of.label, of.beside, block=(1, 32), byte_powers=True)
+        stored = ScaledTensors(of.codes, of.scale, of.label, of.marks, block=(1, 32), byte_powers=True)
         return (scaled(stored, swizzled=swizzled) if stored.kind == "E8M0" else None), of.codes.shape
     return _halves(of, swizzled=swizzled) if kind == "float4_e2m1fn_x2" else (None, ())
 
@@ -90,7 +90,7 @@ def _nvfp4(of: TorchaoTensors) -> StoredForm:
 
 
 def _halves(of: TorchaoTensors, *, swizzled: bool, fp8_scales: bool = False) -> StoredForm:
-    stored = Fp4Tensors(of.codes, of.scale, of.label, of.whole, of.beside, fp8_scales=fp8_scales)
+    stored = Fp4Tensors(of.codes, of.scale, of.label, of.whole, of.marks, fp8_scales=fp8_scales)
     return fp4(stored, swizzled=swizzled), (*of.codes.shape[:-1], 2 * of.codes.shape[-1] if of.codes.shape else 0)
 
 
@@ -115,8 +115,8 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         kind, settings = _entry(checkpoint.metadata.get(name, ""))
         if scale is None or kind not in CLASSES:
             continue
-        beside = checkpoint.present(stem, f"_{parameter}_act_per_tensor_scale")
-        packing, shape = CLASSES[kind](TorchaoTensors(codes, scale, zero, whole, settings, f"torchao {kind}", beside))
+        marks = checkpoint.present(stem, f"_{parameter}_act_per_tensor_scale")
+        packing, shape = CLASSES[kind](TorchaoTensors(codes, scale, zero, whole, settings, f"torchao {kind}", marks))
         if packing is not None:
             yield claimed(codes, name, shape, packing)
 

@@ -43,9 +43,9 @@ def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         weight = checkpoint.tensors.get(name.removesuffix(ending) + endings[ending]) if ending else None
         if weight is None or weight.dtype != "F8_E4M3":
             continue
-        beside = checkpoint.present(name.rpartition(".")[0], *ACTIVATION_SCALES)
+        marks = checkpoint.present(name.rpartition(".")[0], *ACTIVATION_SCALES)
         label, block = ("block fp8", (size[0], size[1])) if size else ("scaled fp8", None)
-        of = ScaledTensors(weight, scale, label, beside, block=block, byte_powers=powers)
+        of = ScaledTensors(weight, scale, label, marks, block=block, byte_powers=powers)
         if packing := scaled(of, powers=powers):
             yield claimed(weight, weight.name, weight.shape, packing)
 
@@ -58,8 +58,8 @@ def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         rows, cols = weight.shape[-2:]
         stacked = len(weight.shape) == 3 and scale.shape[-2:] == (1, cols)
-        beside = checkpoint.present(name.rpartition(".")[0], "input_scale_ub", "input_scale")
-        of = ScaledTensors(weight, scale, "FBGEMM fp8", beside, block=(rows, 1) if stacked else None)
+        marks = checkpoint.present(name.rpartition(".")[0], "input_scale_ub", "input_scale")
+        of = ScaledTensors(weight, scale, "FBGEMM fp8", marks, block=(rows, 1) if stacked else None)
         if packing := scaled(of):
             yield claimed(weight, weight.name, weight.shape, packing)
 

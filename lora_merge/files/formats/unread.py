@@ -19,7 +19,7 @@ from ...errors import FitError, InputError
 from ...text import Note, from_json
 from ..encodings.base import Packing, Tensors
 from ..gguf.types import COPIED_TYPES, QUANTISED_TYPES
-from . import beside
+from . import packing_names
 from .comfyui import LAYERS_ENTRY
 from .quantization_config import section
 
@@ -49,14 +49,14 @@ SIGNS: Final = {
     "_data":                 "optimum-quanto",
     "_packed_params":        "torch.ao quantised modules",
 }  # fmt: skip
-"""Tensors beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
+"""Tensors next to quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
 
 BESIDE_WEIGHTS: Final = {
     "scale": ("SDNQ", frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))),
     "scales": ("mlx", frozenset(("U32",))),
 }
-"""Last name of the scales beside a `weight` of these dtypes; norms use such names too. https://github.com/Disty0/sdnq"""
+"""Last name of the scales next to a `weight` of these dtypes; norms use such names too. https://github.com/Disty0/sdnq"""
 
 FP8_DTYPES: Final = frozenset(("F8_E4M3", "F8_E5M2"))
 
@@ -155,8 +155,8 @@ class UnreadParts:
                 raise
             raise self._refusal(path, _instead(self.how), f"; {e.what}: {e.where}") from e
 
-    def _refusal(self, path: Path, fix: str, beside: str = "") -> InputError:
-        return InputError(f"the base is quantised: {self.how}", f"{path}{beside}", fix)
+    def _refusal(self, path: Path, fix: str, more: str = "") -> InputError:
+        return InputError(f"the base is quantised: {self.how}", f"{path}{more}", fix)
 
 
 def _instead(how: str) -> str:
@@ -180,7 +180,7 @@ def unread_parts(
         return UnreadParts("its weights are rotated, config.json says so by transform_config", frozenset({""}))
     # The tensors that show it, apart from those that a format reads.
     read = {name for name in packed if tensors[name].dtype not in COPIED_TYPES}
-    read |= beside(packed)
+    read |= packing_names(packed)
     signs: dict[str, str] = {}
     for name, info in tensors.items():
         if name not in read and (part := _sign(name, info, tensors)):

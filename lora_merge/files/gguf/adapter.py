@@ -82,7 +82,7 @@ def adapter_tensors(
                          "serve the adapter together with the model")  # fmt: skip
     factors = [_named(info, family, config) for info in tensors.values()]
     named = {info.name: info for info in factors}
-    if alpha:  # llama.cpp leaves the factor out where it is 0, or where no entry states it
+    if alpha:  # llama.cpp leaves the factor out if it is 0, or if no entry states it
         data = memoryview(bytearray(struct.pack("<d", float(alpha))))
         endings = tuple(slots["lora_a"].ending for slots in (MATRIX_SLOTS, EXPERT_SLOTS, OF_TABLE))
         for name in [info.name for info in factors]:

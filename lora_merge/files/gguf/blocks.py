@@ -283,7 +283,7 @@ def _covers(
 def _refitted(
     kind: BlockType, old: BlockScales, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float
 ) -> BlockScales:
-    """Return scales that cover the numbers from low to high; those that are covered keep theirs where they can."""
+    """Return scales that cover the numbers from low to high; those that are covered keep theirs if they can."""
     low, high = ends
     if kind.one_byte == E4M3:
         return _fp8(kind.levels, old, torch.maximum(-low, high), covered, margin)
@@ -313,7 +313,7 @@ def _symmetric(
     d = old.d
     sc = torch.where(covered, old.sc.float(), _up(needed, d))
     fits = (covered | (sc.abs() <= kind.most)).all(1, keepdim=True)
-    # Where a sub-block needs more than the largest small scale, the scale of the block grows, and all are made anew.
+    # If a sub-block needs more than the largest small scale, the scale of the block grows, and all are made anew.
     largest = needed.abs().amax(1, keepdim=True)
     d = torch.where(fits, d, f16_beyond(largest / kind.most))
     sc = torch.where(fits, sc, _up(needed, d).clamp_(-kind.most, kind.most))
@@ -366,7 +366,7 @@ def _fp8(levels: CodeLevels, old: BlockScales, largest: Tensor, covered: Tensor,
 
 
 def f16_near(values: Tensor) -> Tensor:
-    """Return numbers of f16 near the values; where f16 is coarse, the next one by magnitude. Result in fp32."""
+    """Return numbers of f16 near the values; if f16 is coarse, the next one by magnitude. Result in fp32."""
     near = _f16(values)
     return _moved(near, near.float().abs() < values.abs() * (1 - 2.0**-10), 1)
 

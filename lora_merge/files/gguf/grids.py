@@ -27,7 +27,7 @@ class GridBlock(NamedTuple):
     point: Tensor  # [blocks, points]
     scale: Tensor  # [blocks, sub-blocks], fp32
     signs: Tensor | None = None  # [blocks, 32]: a bit for each of eight numbers, 1 for a negative one
-    down: Tensor | None = None  # [blocks, parts]: 1 where points are moved down, 0 where up
+    down: Tensor | None = None  # [blocks, parts]: 1 if points are moved down, 0 if up
 
 
 def _words(blocks: Tensor, start: int, count: int, width: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Writes the header of a GGUF output: that of the base with our own entries.
 
-All entries of the base are copied as they are, and where every tensor keeps its type, the tensor infos too.
+All entries of the base are copied as they are, and if every tensor keeps its type, the tensor infos too.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _retyped(content: GgufContent, tensors: Iterable[tuple[str, str, Shape]]) ->
 
 
 def _infos(content: GgufContent, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
-    """Return the tensor infos: the bytes of the base where nothing changes, else new ones in the order of the data."""
+    """Return the tensor infos: the bytes of the base if nothing changes, else new ones in the order of the data."""
     placed = [*_places(tensors, content.alignment)]
     if {(i.name, i.dtype, i.shape, i.offset) for i in content.infos} == {*placed}:
         return content.raw[content.infos_start :]

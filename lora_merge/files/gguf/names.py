@@ -74,7 +74,7 @@ FAMILIES: Final = MappingProxyType({
 
 
 def renamed(name: str, family: Family) -> str:
-    """Return the name of a tensor in transformers; the same name where there is none."""
+    """Return the name of a tensor in transformers; the same name if there is none."""
     if match := _BLOCK.fullmatch(name):
         number, part, last = match.groups()
         known = family.names.get(part) or LAYER_NAMES.get(part)

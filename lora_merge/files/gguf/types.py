@@ -54,7 +54,7 @@ BY_NUMBER: Final = MappingProxyType({kind.number: name for name, kind in GGML_TY
 
 
 QUANTISED_TYPES: Final = frozenset(name for name, kind in GGML_TYPES.items() if kind.unit[0] > 1)
-"""All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` beside the weight, which
+"""All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` next to the weight, which
 no format reads (BitNet, NVFP4). https://github.com/ggml-org/llama.cpp src/llama-model.cpp."""
 
 COPIED_TYPES: Final = QUANTISED_TYPES - ENCODED_TYPES - DECODED_ONLY_TYPES

@@ -81,7 +81,7 @@ def _claimed(
 
 
 def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
-    """Return the shape of the weight: that of an entry where the file has one."""
+    """Return the shape of the weight: that of an entry if the file has one."""
     original = values.get(f"{ORIGINAL}{info.name}")
     if original is None:
         return info.shape

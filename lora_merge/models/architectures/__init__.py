@@ -179,6 +179,7 @@ class _Reader:
             "variants": lambda n: {k.value: tuple(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
             "lbw": lambda n: {k.value: ",".join(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
         }
+        # Settings, and tables of names.
         fields: dict[str, Any] = {}
         tables: dict[str, tuple[tuple[str, str, int], ...]] = {}
         for key, value in self.pairs(node):
@@ -186,12 +187,14 @@ class _Reader:
                 fields[key.value] = known[key.value](value)
             else:
                 tables[key.value] = self.table(value)
+        # A user's file may have one table alone, with the base's own names on the right.
         if fields.keys() <= {"lbw"} and tables.keys() <= {OF_ADAPTERS[0]}:
             for name, name_in_base, line in tables.get(OF_ADAPTERS[0], ()):
                 letters = VARIABLE.findall(name)
                 if len({*letters}) < len(letters) or not {*VARIABLE.findall(name_in_base)} <= {*letters}:
                     raise _bad(self.file, line, f"{name}: {name_in_base} has other numbers")
             return Architecture("", self.file, tables=tables, **fields)
+        # Any other file is a model, whose tables are those of its layouts.
         if "title" not in fields:
             raise _bad(self.file, 1, "it has no title")
         layouts = {name + end for name in fields.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}

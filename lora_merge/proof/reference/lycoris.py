@@ -63,7 +63,7 @@ def lora_transposed(g: FormulaInput) -> Array:
 
 
 def expert_rows(g: FormulaInput) -> tuple[Array, Array]:
-    """Return the expert, and the row in its matrix, of every asked-for row of a weight [experts, out, in]; where a
+    """Return the expert, and the row in its matrix, of every asked-for row of a weight [experts, out, in]; if a
     row of the weight as a matrix holds a whole expert, its rows one after the other."""
     _, height, width = g.shape
     lines = g.cols // width

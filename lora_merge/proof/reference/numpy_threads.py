@@ -25,7 +25,7 @@ def _libraries() -> Any:
 def one_core() -> Iterator[None]:
     """Let numpy's matrix products run on the thread that asks, until the end of the block.
 
-    Its library has one group of threads for the whole process. Where several threads ask at once, they wait for it in a
+    Its library has one group of threads for the whole process. If several threads ask at once, they wait for it in a
     loop: that took two fifths of the processor's time when adapters were combined on two cores.
     """
     global _users  # the setting is one of the process: the first user makes it, the last one takes it back

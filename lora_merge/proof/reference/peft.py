@@ -62,7 +62,7 @@ def stacked(g: FormulaInput) -> Array:
 
 
 def bdlora(g: FormulaInput) -> Array:
-    """Return B A where one factor is block-diagonal: its block j is multiplied by share j of the other factor."""
+    """Return B A if one factor is block-diagonal: its block j is multiplied by share j of the other factor."""
     up, down = g["up"], g["down"]
     k, rank, _ = down.shape
     if up.shape == (k, g.out // k, rank):  # the blocks of B
@@ -291,7 +291,7 @@ def glora(g: FormulaInput) -> Array:
 
 
 def glora_bias(g: FormulaInput) -> Array:
-    """Return b ⊙ D + E + W C; where the adapter has its own b, plus its difference to the base's."""
+    """Return b ⊙ D + E + W C; if the adapter has its own b, plus its difference to the base's."""
     column = g["c"] if "c" in g.slots else g["c_up"] @ g["c_down"]
     trained = g["trained"].reshape(-1, 1)[g.rows] if "trained" in g.slots else g.w
     change = trained - g.w + g["weight"][g.rows] @ column.reshape(-1, 1)

@@ -80,7 +80,7 @@ class BlockNames:
         self._prefix, self._names = prefix, frozenset(names)
 
     def factor(self, part: str, value: float, key: str, network: str) -> float | None:
-        """Return the factor of a list or of BLOCK_NAMES for a tensor; None where it or the tensor's block is not read.
+        """Return the factor of a list or of BLOCK_NAMES for a tensor; None if it or the tensor's block is not read.
         `network`: Network.label."""
         block = self._block(key, network)
         if part.startswith(LIST):
@@ -126,7 +126,7 @@ class BlockNames:
 
     @cached_property
     def _order(self) -> Sequence[str]:
-        """All blocks in the order of a full list; () where it is not known."""
+        """All blocks in the order of a full list; () if it is not known."""
         if self.is_unet:
             names = {block for name in self._names if (block := self._of_unet(name)) not in (BASE_BLOCK, "END")}
             ends = (sorted(b for b in names if b.startswith(letters)) for letters in ("IN", "OUT"))
@@ -140,7 +140,7 @@ class BlockNames:
         return ()
 
     def _block(self, key: str, network: str) -> str | None:
-        """Return the block of a tensor, `#NN` for a layer of the only stack, "" for none; None where it is unknown."""
+        """Return the block of a tensor, `#NN` for a layer of the only stack, "" for none; None if it is unknown."""
         name = key.removeprefix(self._prefix)
         if network.startswith("te") or network == "vae":
             if self._is_flux:

@@ -51,7 +51,7 @@ TIED_LAYERS: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddin
 
 
 Strength = Callable[[str, str], float | None]
-"""(key of the base, Place.network) → an adapter's strength there; None where it is unknown."""
+"""(key of the base, Place.network) → an adapter's strength there; None if it is unknown."""
 
 
 class TargetRows(NamedTuple):
@@ -216,7 +216,7 @@ def _stacked(group: Group, numbers: ModuleScales, base: BaseHeader) -> tuple[Wei
 def _of_method(
     claim: ModuleClaim, group: Group, place: WeightPlace, numbers: ModuleScales, tensors: Mapping[str, StoredTensor]
 ) -> ModuleClaim | None:
-    """Return the claim with the numbers of its method's row; None where others may apply."""
+    """Return the claim with the numbers of its method's row; None if others may apply."""
     method, alpha = METHOD_ROWS[group.kind], numbers.limit(group)
     if alpha is None or (alpha and method.type):
         return None
@@ -259,7 +259,7 @@ def _place(group: Group, read: list[Group], base: BaseHeader) -> WeightPlace | N
 
 
 def _ordered(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader) -> WeightPlace | None:
-    """Return the place with its rows in the order of the adapter's; None where nothing states that order.
+    """Return the place with its rows in the order of the adapter's; None if nothing states that order.
 
     A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published ones
     without it are stacked.
@@ -281,7 +281,7 @@ def _part(
 ) -> WeightPlace | None:
     """Return the rows of row part `number`, which follow the rows of the parts before it.
 
-    Where all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
+    If all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
     base's weight do.
     """
     sizes = {
@@ -372,7 +372,7 @@ def _turned(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseH
 
 
 def _axis(group: Group, place: WeightPlace, *, turned: bool) -> str | None:
-    """Return the axis of DoRA's magnitude, "" without one; None where it is unknown."""
+    """Return the axis of DoRA's magnitude, "" without one; None if it is unknown."""
     info = group.roles.get("magnitude")
     if info is None:
         return ""

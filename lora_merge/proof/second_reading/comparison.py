@@ -1,7 +1,7 @@
 """Compares a plan with a second reading of its adapters: names → rows of the base, formula, scale, strength.
 
 The recomputation of `verify` takes the plan's places and numbers as given. Here they are found again from the headers,
-by code that shares nothing with the planner (reference/claims.py). Where the two disagree, the proof fails; modules
+by code that shares nothing with the planner (claims.py). If the two disagree, the proof fails; modules
 that the second reading does not know are counted and named.
 """
 
@@ -70,14 +70,14 @@ class _PlannedModule:
 
 
 def read_again(plan: Plan, reader: Reader) -> Confirmation:
-    """Return how many modules the second reading confirms; VerificationFailed where it disagrees with the plan."""
+    """Return how many modules the second reading confirms; VerificationFailed if it disagrees with the plan."""
     targets = [target for file in plan.files for target in file.targets]
     check_sources(plan.base, plan.adapters, targets, network=_network(plan, targets))
     return compare(plan.job, plan.base, plan.adapters, targets, partial(stored_number, reader))
 
 
 def stored_number(reader: Reader, info: StoredTensor) -> float:
-    """Return the first number of a tensor, such as α; NaN where there is none."""
+    """Return the first number of a tensor, such as α; NaN if there is none."""
     return float(decode(reader.read(info), info.dtype)[0]) if info.nbytes else nan
 
 
@@ -249,7 +249,7 @@ def check_sources(
     ]
     dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are stored otherwise now
     if recoded:  # and those of caches, which belong to no weight
-        dropped |= base.beside.difference(*(packing.names for packing in base.packed.values()))
+        dropped |= base.packing_names.difference(*(packing.names for packing in base.packed.values()))
     new = {name for t in targets if t.packing.encoding.new_scales for name in t.packing.names}
     if left := sorted(dropped & written.keys() - new):
         raise VerificationFailed(

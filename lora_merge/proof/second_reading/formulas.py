@@ -90,7 +90,7 @@ def _fits_below(s: Stored, shape: Shape) -> bool:
 
 
 def _started(kind: str, numbers: ModuleScales, stem: str) -> str | None:
-    """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None where only the plan knows."""
+    """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None if only the plan knows."""
     config = numbers.config(stem)
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
     if bool(config.get("use_bdlora")) != (kind == "bdlora") or kasa != (kind == "kasa"):
@@ -112,7 +112,7 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
 
 
 def variant(group: Group, numbers: ModuleScales) -> str:
-    """Return the kind of a module, by its configuration and the user's settings where its tensors have LoRA's names."""
+    """Return the kind of a module, by its configuration and the user's settings if its tensors have LoRA's names."""
     if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
         return "bdlora"
     stored = shapes(group)
@@ -126,7 +126,7 @@ def variant(group: Group, numbers: ModuleScales) -> str:
 
 
 def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
-    """Return the row of ALGORITHMS for a weight of this shape; None where two rows fit the shapes, or the
+    """Return the row of ALGORITHMS for a weight of this shape; None if two rows fit the shapes, or the
     configuration is that of another method."""
     kind, stated = group.kind, numbers.method(group.stem)
     if kind in METHOD_ROWS:
@@ -144,7 +144,7 @@ def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
 
 
 def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
-    """Return the row of a method's family; where two trainers write it, the presence of a configuration decides."""
+    """Return the row of a method's family; if two trainers write it, the presence of a configuration decides."""
     method, stored = METHOD_ROWS[group.kind], shapes(group)
     if stated == "" and method.plain is not None and not group.stem.startswith(PEFT_PREFIX):
         return method.plain(stored, shape)
@@ -154,7 +154,7 @@ def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
 
 
 def _glora(s: Stored, shape: Shape) -> str | None:
-    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None where both fit."""
+    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None if both fit."""
     rank = min(s["a1"][:2])
     if max(rank, 1) >= min(shape[:2]) or s["a1"][0] == s["a1"][1]:
         return None
@@ -162,7 +162,7 @@ def _glora(s: Stored, shape: Shape) -> str | None:
 
 
 def square_experts(config: Mapping[str, Any], model: str) -> str | None:
-    """Return the row for experts whose sides are equal; None where only the plan knows. `model`: the base's type.
+    """Return the row for experts whose sides are equal; None if only the plan knows. `model`: the base's type.
 
     PEFT takes a stored weight for [out, in] since 0.19.1, unless the class of the experts says that it is [in, out].
     """

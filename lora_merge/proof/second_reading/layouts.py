@@ -47,7 +47,7 @@ class Line:
 
 
 def heights(split: str, count: int, shape: Shape) -> tuple[int, ...]:
-    """Return the number of rows of each part of a weight; () where the split does not divide its rows evenly."""
+    """Return the number of rows of each part of a weight; () if the split does not divide its rows evenly."""
     rows, inputs = shape[0], shape[1] if len(shape) > 1 else 0
     squares = {EQUAL: 0, FIRST_SQUARE: 1, ALL_BUT_LAST_SQUARE: count - 1}[split]
     if squares and not inputs:

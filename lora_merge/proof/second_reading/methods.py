@@ -17,7 +17,7 @@ from .layouts import Shape
 Stored = Mapping[str, Shape]
 
 VECTOR: Final = "tinylora_v.0"
-"""TinyLoRA's numbers where all layers share them; of several, the model's code decides which a layer takes."""
+"""TinyLoRA's numbers if all layers share them; of several, the model's code decides which a layer takes."""
 
 LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 
@@ -107,7 +107,7 @@ def _mlx(s: Stored, shape: Shape) -> bool:
 
 
 def _mlx_scale(k: ModuleFacts) -> Mapping[str, Any]:
-    """Return mlx-lm's scale where no alpha next to it makes it uncertain; it is not divided by the rank."""
+    """Return mlx-lm's scale if no alpha next to it makes it uncertain; it is not divided by the rank."""
     table = k.config.get("lora_parameters")
     if not isinstance(table, dict) or "scale" not in table or "alpha" in table:
         return {}

@@ -36,11 +36,11 @@ ROLE_OF_ENDING: Final = MappingProxyType({
     **{f"lora_up_{n}.weight": f"lora_blocks/up_{n}" for n in range(4)},
     "dora_scale": "magnitude", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 })  # fmt: skip
-"""The last parts of a key → the role of the tensor: `slot` or `family/slot`; `bias:` where it changes the bias."""
+"""The last parts of a key → the role of the tensor: `slot` or `family/slot`; `bias:` if it changes the bias."""
 
 NAMED_PARTS: Final = ("lora_A", "lora_B", "lora_E", "lora_diag", "lora_embedding_A", "lora_embedding_B",
                       "lora_magnitude_vector", "ia3_l")  # fmt: skip
-"""Parts of a key that PEFT may write the adapter's own name behind (`default` where the user chose none)."""
+"""Parts of a key that PEFT may write the adapter's own name behind (`default` if the user chose none)."""
 
 NUMBER_ROLES: Final = frozenset({"alpha", "override", "magnitude"})
 """Roles that a module of any kind may have."""
@@ -78,14 +78,14 @@ _LEVELS: Final = 3  # parts of the longest ending, with the number of a row part
 
 @dataclass
 class Group:
-    """The tensors of one module; `part` where several modules write the rows of one weight in turn."""
+    """The tensors of one module; `part` if several modules write the rows of one weight in turn."""
 
     stem: str
     parameter: str = "weight"
     part: int | None = None
     roles: dict[str, StoredTensor] = field(default_factory=dict)
     twice: dict[str, list[StoredTensor]] = field(default_factory=dict)  # role → all tensors, where there are several
-    kind: str = ""  # "" until all tensors are added, and where no kind has these roles
+    kind: str = ""  # "" until all tensors are added, and if no kind has these roles
 
     def put(self, role: str, info: StoredTensor) -> None:
         """Add a tensor."""

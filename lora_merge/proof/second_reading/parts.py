@@ -51,7 +51,7 @@ class StrengthParts:
         self._first: dict[str, PartMeaning | None] = {}  # part → the meaning that counts
 
     def strength(self, base: float, parts: Sequence[tuple[str, float]], key: str, network: str) -> float | None:
-        """Return an adapter's strength on one tensor of the base; None where a part is unknown. `network`:
+        """Return an adapter's strength on one tensor of the base; None if a part is unknown. `network`:
         Network.label."""
         if len(parts) > MOST_PATTERNS:
             return None
@@ -69,7 +69,7 @@ class StrengthParts:
         return None if covers is None else value if covers else 1.0
 
     def _covers(self, part: str, key: str, network: str) -> bool | None:
-        """Return whether an expression, a network, or layers or blocks cover a tensor; None where it is unknown."""
+        """Return whether an expression, a network, or layers or blocks cover a tensor; None if it is unknown."""
         if part.startswith("re:"):
             return (
                 re.search(part[3:], key) is not None if is_simple(part[3:]) and len(key) <= LONGEST_LOOSE_TEXT else None
@@ -105,7 +105,7 @@ class StrengthParts:
         return any(_lies_in(meaning.path, name) for name in names)
 
     def _is_of(self, word: str, network: str) -> bool | None:
-        """Return whether a network is one that a word means; None where that is not known."""
+        """Return whether a network is one that a word means; None if that is not known."""
         network = network or (DENOISER if self._blocks.is_denoiser else "")
         if not network:
             return None

@@ -1,7 +1,7 @@
 """Names of an adapter's modules → rows of the base's tensors, for the second reading.
 
 Of a name only the prefix is taken off. The rest is looked up among the base's own names and the other names that
-`layouts.py` gives these. The answer counts only where there is exactly one place. No file is read here.
+`layouts.py` gives these. The answer counts only if there is exactly one place. No file is read here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ OF_SDXL: Final = "add_embedding.linear_1.weight"
 """A tensor of SDXL's UNet in the layout of diffusers."""
 
 FIRST_LEVELS: Final = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
-"""First levels that a name has or lacks where a language model is trained alone or as a part of another model:
+"""First levels that a name has or lacks if a language model is trained alone or as a part of another model:
 transformers' classes for text and for images, sounds and text (`model.language_model.layers`, `thinker.model.layers`)
 and vLLM's mappings of their names."""
 
@@ -119,7 +119,7 @@ class Network:
     """One of the networks of a base."""
 
     prefix: str
-    label: str  # denoiser, te, te1, te2, te3, vae; "" where that is not known
+    label: str  # denoiser, te, te1, te2, te3, vae; "" if that is not known
     called: tuple[str, ...]  # networks of NETWORK_PREFIXES that may mean this one
     shapes: Mapping[str, Shape]  # names without the prefix
 
@@ -176,7 +176,7 @@ class Network:
         return names
 
     def parts(self, key: str) -> tuple[int, ...]:
-        """Return the number of rows of each part of a stored weight; () where no layout gives it parts."""
+        """Return the number of rows of each part of a stored weight; () if no layout gives it parts."""
         module = key[len(self.prefix) :].removesuffix(".weight")
         cut = self._cuts.get(module)
         return heights(cut.split, cut.parts, self.shapes[f"{module}.weight"]) if cut else ()
@@ -314,7 +314,7 @@ class Networks:
         return any(called in network.called for network in self.networks)
 
     def parts(self, place: WeightPlace) -> tuple[int, ...]:
-        """Return the number of rows of each part of a place that is one whole tensor; () where none is known."""
+        """Return the number of rows of each part of a place that is one whole tensor; () if none is known."""
         key = place.rows[0].key
         network = next(n for n in self.networks if key.startswith(n.prefix) and key[len(n.prefix) :] in n.shapes)
         sizes = network.parts(key)

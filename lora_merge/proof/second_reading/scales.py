@@ -1,6 +1,6 @@
 """The scale of a module, for the second reading: α / r of the tensors and the configuration.
 
-A number is None where something that is not read here could change it: then only the plan knows.
+A number is None if something that is not read here could change it: then only the plan knows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AdapterTexts(NamedTuple):
     config: Mapping[str, Any]
     metadata: Mapping[str, str]
     names: Collection[str]  # of the tensors
-    beside: Callable[[], Iterable[str]]  # the texts of the JSON and YAML files next to it
+    side_texts: Callable[[], Iterable[str]]  # the texts of the JSON and YAML files next to it
 
 
 class ModuleScales:
@@ -89,7 +89,7 @@ class ModuleScales:
         values = {entries.pop(name) for name in ALPHA_ENTRIES if name in entries}
         off = {name for name, text in entries.items() if text in ("", "None", "False", "{}")}
         others = any(SCALE_WORDS.search(f"{name} {text}") for name, text in entries.items() if name not in off)
-        if others or len(values) > 1 or any(map(SCALE_WORDS.search, [] if values else self._stored.beside())):
+        if others or len(values) > 1 or any(map(SCALE_WORDS.search, [] if values else self._stored.side_texts())):
             return False, None
         try:
             return True, next(map(float, values), None)
@@ -103,7 +103,7 @@ class ModuleScales:
 
     @cached_property
     def _header(self) -> dict[str, Any] | None:
-        """PEFT's configuration as diffusers keeps it; None where it is not readable JSON."""
+        """PEFT's configuration as diffusers keeps it; None if it is not readable JSON."""
         try:
             entries = json.loads(self._metadata[HEADER])
         except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ class ModuleScales:
         return str(self._settings.get("row_order", ""))
 
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
-        """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
+        """PEFT's configuration for a module, empty if it has none, and the module's path there; None if unknown."""
         if self._config:
             return self._config, stem.removeprefix(PEFT_PREFIX)
         if HEADER not in self._metadata:
@@ -144,12 +144,12 @@ class ModuleScales:
         return (self._models[model], path) if model in self._models else None
 
     def config(self, stem: str) -> Mapping[str, Any]:
-        """Return PEFT's configuration for a module; empty where it has none, or it is unknown."""
+        """Return PEFT's configuration for a module; empty if it has none, or it is unknown."""
         return (self.configuration(stem) or ({}, ""))[0]
 
     def tokens(self, stem: str, count: int, rows: int) -> list[tuple[int, int, int]]:
         """Return (first token, the one behind the last, row of the stored values) for each run of a table's trained
-        tokens; empty where the configuration does not give exactly one list of `count` of the table's `rows` tokens."""
+        tokens; empty if the configuration does not give exactly one list of `count` of the table's `rows` tokens."""
         config, path = self.configuration(stem) or ({}, stem)
         value = config.get(
             "token_indices" if config.get("peft_type") == "TRAINABLE_TOKENS" else "trainable_token_indices"
@@ -170,7 +170,7 @@ class ModuleScales:
         return runs
 
     def method(self, stem: str, *, stacked: bool = False) -> str | None:
-        """Return the peft_type of a module's configuration, "" without one; None where its numbers are unknown here.
+        """Return the peft_type of a module's configuration, "" without one; None if its numbers are unknown here.
 
         `stacked`: the module is a LoRA of stacked experts, whose names may have levels of wrappers.
         """
@@ -184,7 +184,7 @@ class ModuleScales:
         return None if odd or (not stacked and "base_layer" in stem) else kind
 
     def scale(self, group: Group) -> float | None:
-        """Return the factor of ΔW; None where it is not known here. `methods.py` has those of its own families."""
+        """Return the factor of ΔW; None if it is not known here. `methods.py` has those of its own families."""
         kind, stem = group.kind, group.stem
         method = self.method(stem)
         if kind in ("full", "full_rank", "peft_ia3") or (kind in METHOD_ROWS and kind != "lora_bias"):
@@ -212,9 +212,9 @@ class ModuleScales:
         return self._configured(group, "LORA", down[0] // count, path)
 
     def limit(self, group: Group) -> float | None:
-        """Return the α of a method's module; 0 without one, None where something may change it.
+        """Return the α of a method's module; 0 without one, None if something may change it.
 
-        The user's α counts where a scale is meant, not where α limits a rotation.
+        The user's α counts if a scale is meant, not if α limits a rotation.
         """
         if self._unread or group.roles.keys() & NUMBER_ROLES - {"alpha"}:
             return None
@@ -245,7 +245,7 @@ class ModuleScales:
         return "alpha" in group.roles or "lora_alpha" in self._settings or self._stated[0]
 
     def _rank(self, group: Group) -> int:
-        """Return the rank of the factors; 0 where they have none."""
+        """Return the rank of the factors; 0 if they have none."""
         sizes = shapes(group)
         if group.kind == "glora":
             return min(sizes["a1"][:2], default=0)  # in which order depends on the layout
@@ -277,7 +277,7 @@ class ModuleScales:
         return alpha / (rank**0.5 if config.get("use_rslora") is True else rank)
 
     def _by_pattern(self, config: Mapping[str, Any], name: str, path: str, default: Any) -> float | None:
-        """Return the number of the first pattern that fits a path; None where a pattern is not simple, or there are too
+        """Return the number of the first pattern that fits a path; None if a pattern is not simple, or there are too
         many."""
         table = config.get(name)
         if not table:
@@ -294,7 +294,7 @@ class ModuleScales:
         return _float(default)
 
     def inputs_scaled(self, stem: str) -> bool | None:
-        """Return whether PEFT's (IA)³ scales a module's inputs; None where that is not known here."""
+        """Return whether PEFT's (IA)³ scales a module's inputs; None if that is not known here."""
         names = self.config(stem).get("feedforward_modules")
         if not isinstance(names, list) or len(names) > MOST_PATTERNS:
             return None
