@@ -102,17 +102,28 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths, or more."""
     if (two := re.fullmatch(_SEVERAL, text)) and not exists(f"{two['path']}:{two['unet']}"):
         if two["more"]:
-            every = text.removeprefix(f"{two['path']}:")
-            strength, _, by_block = every.partition(":")  # NAME:0.7:1,0,…
-            if "," in strength or "," not in by_block:
-                strength, by_block = "1", every
-            lbw = re.sub("[:;/]", ",", by_block)
-            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:{strength},lbw={lbw}"
-            raise UsageError("several strengths after one file", text[:200], fix)
+            raise _several_strengths(text, two["path"])
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths after one file", text[:200], fix).instead(
             text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
         )
+
+
+def _several_strengths(text: str, path: str) -> UsageError:
+    """Return the error for three numbers or more after a file: a list of block weights, after one strength or two."""
+    *values, last = text.removeprefix(f"{path}:").split(":")
+    weights = re.split("[,;/]", last)
+    if len(weights) == 1 or len(values) > 2:
+        values, weights = [], re.split("[:,;/]", text.removeprefix(f"{path}:"))
+    strength = ["1", f"unet={values[0]}", f"te={values[1]}"] if len(values) == 2 else values or ["1"]
+    right = f"{path}:{','.join(strength)},lbw={','.join(weights)}"
+    few = "" if len(weights) >= FEWEST_BLOCKS else f"{path}:{[*values, *weights][0]}, or by block "
+    error = UsageError("several strengths after one file", text[:200], f"write {few}{right}")
+    return error if few else error.instead(text, right)
+
+
+FEWEST_BLOCKS: Final = 10
+"""Numbers after a file from which on they are block weights."""
 
 
 def check_adapter(text: str, parts: str = "") -> None:

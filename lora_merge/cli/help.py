@@ -205,7 +205,7 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"`lora-merge BASE ADAPTER:0.8`; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
-        near, advice = _advice(name, context)
+        near, advice = _advice(name, context, commands)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
     if unknown := re.match("No such command '([^']*)'", text):  # of a group of commands, such as comfyui
         names = getattr(getattr(context, "command", None), "commands", commands)
@@ -264,13 +264,22 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
             turned = in_places(other, flags(known.params))
             or_so = f"or, if {plain[0]} is the model after the training, {line(turned)}; " if turned else ""
             return f"write {line(right or [*called, *plain, *names, *options])}; {or_so}"
-        if extra := _extra(text):
-            files = plain[: len(plain) - len(extra)]
-            if plain[len(files) :] == extra:
-                if command == "verify" and (right := _without_recipe(files, extra)):
-                    return f"write {line([*right, *options])}; "
-                return f"leave the rest out: {line([*called, *files, *options])}; "
+        if (extra := _extra(text)) and plain[-len(extra) :] == extra:
+            return _without_extra([*called, *plain[: -len(extra)]], extra, options, known)
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
+
+
+def _without_extra(words: Sequence[str], extra: Sequence[str], options: Sequence[str], known: Any) -> str:
+    """Return how to correct a line with words for which its command has no place: one of them may be the output."""
+    if words[0] == "verify" and (right := _without_recipe(words[1:], extra)):
+        return f"write {line([*right, *options])}; "
+    word, *others = extra
+    flag = "--rank" if right_form(word) else "--output"
+    free = flag in flags(known.params) and not {flag, flag[1:3]} & {option.partition("=")[0] for option in options}
+    if free and not others and (not exists(word) or Path(word).is_dir()):
+        named = line([*words, flag if flag == "--rank" else "-o", word, *options])
+        return f"write {named}; " if flag == "--rank" else f"if {word} is the output, write {named}; "
+    return f"leave the rest out: {line([*words, *options])}; "
 
 
 def _without_recipe(files: Sequence[str], inputs: Sequence[str]) -> list[str]:
@@ -286,7 +295,7 @@ def _without_recipe(files: Sequence[str], inputs: Sequence[str]) -> list[str]:
     return ["verify", *files, *(part for word in inputs for part in (flag_of[word], word))]
 
 
-def _advice(name: str, context: Any) -> tuple[list[str], str]:
+def _advice(name: str, context: Any, commands: Mapping[str, Any]) -> tuple[list[str], str]:
     """Return the options of the command that a misspelt one resembles, and advice on it."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
@@ -297,7 +306,19 @@ def _advice(name: str, context: Any) -> tuple[list[str], str]:
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
     near = alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
-    return near, f"did you mean {' or '.join(near)}? " if near else ""
+    return near, f"did you mean {' or '.join(near)}? " if near else _without(name, commands)
+
+
+def _without(name: str, commands: Mapping[str, Any]) -> str:
+    """Return the line without an option that only other commands have; "" for an option of no command."""
+    having = {command: known for command, each in commands.items() if name in (known := flags(each.params))}
+    if not having:
+        return ""
+    words = without_global_options(sys.argv[1:], checked=False)
+    at = next((n for n, word in enumerate(words) if word.partition("=")[0] == name), len(words))
+    valued = words[at : at + 1] == [name] and not next(iter(having.values()))[name]
+    right = line([*words[:at], *words[at + 1 + valued :]])
+    return f"it is an option of {', '.join([*having][:3])}; leave it out: {right}; "
 
 
 def _in_file(flag: str) -> str:

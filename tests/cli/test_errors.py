@@ -125,6 +125,11 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5\n"),
     *((f"{words} kit.yaml", 2, "a mergekit configuration: mergekit merges checkpoints with each other", "run mergekit-yaml; or")
       for words in ("batch", "", "inspect", "plan", "base.safetensors")),
+    ("convert lora.safetensors q --to peft", 2, "1 word too many: q", "if q is the output, write lora-merge convert lora.safetensors -o q --to peft"),
+    ("extract base.safetensors other/tuned 16", 2, "1 word too many: 16", "write lora-merge extract base.safetensors other/tuned --rank 16"),
+    ("demo --html x.html", 2, "there is no option --html", "leave it out: lora-merge demo; see"),
+    ("unmerge lora.safetensors base.safetensors", 3, "an adapter, not a merged checkpoint", "first: lora-merge unmerge base.safetensors lora.safetensors\n"),
+    ("unmerge other/tuned base.safetensors", 3, "it is a model: Stable Diffusion 1", "as an adapter: lora-merge extract base.safetensors other/tuned\n"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "name a LoRA or another adapter\n"),
     ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: lora.safetensors:1\n"),

@@ -189,6 +189,19 @@ def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, r
     assert run("base", *right.split(), "--dry-run")[0] == 0
 
 
+@pytest.mark.parametrize(("before", "strength"), [("", "1"), ("0.7:", "0.7"), ("0.7:0.3:", "1,unet=0.7,te=0.3")])
+def test_block_weights_after_strengths_are_lbw(run: Run, before: str, strength: str) -> None:
+    weights = ",".join(["1", *"0" * 16])
+    assert run("base", f"lora:{before}{weights}")[2].endswith(f"write lora-merge base lora:{strength},lbw={weights}\n")
+
+
+def test_program_may_be_named_twice_and_executors_have_any_case(run: Run) -> None:
+    assert run("lora-merge", "base", "lora", "--dry-run") == run("base", "lora", "--dry-run")
+    assert run("plan", "base", "lora") == run("base", "lora", "--dry-run")
+    Path("jobs.yaml").write_text("version: 1\njobs: [{base: base, adapters: [lora], output: o}]")
+    assert run("batch", "jobs.yaml", "--executor", "Local", "--dry-run")[0] == 0
+
+
 @pytest.mark.parametrize("text", ["lora:0.8,te=abc", "lora:0.8,te=0=1"])
 def test_no_part_is_invented(run: Run, text: str) -> None:
     assert run("base", text, "--dry-run")[2].endswith("fix:   write it like te=0.5\n")
