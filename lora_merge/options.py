@@ -342,8 +342,10 @@ SWITCHED: Final = {
 
 
 def values_of(text: str) -> list[Any]:
-    """Return the values of a text with commas between them."""
-    return [word if number_of(word) is None else number_of(word) for word in text.split(",")]
+    """Return the values of a text with commas between them; between numbers there may be spaces or semicolons, too."""
+    words = [word for word in re.split(r"[,;\s]+", text.strip(" []()")) if word]
+    words = words if words and all(number_of(word) is not None for word in words) else text.split(",")
+    return [word if number_of(word) is None else number_of(word) for word in words]
 
 
 def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
