@@ -12,7 +12,7 @@ from ..adapter_arguments import of_tags, other_spelling, right_form, stray_word,
 from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
+from ..paths import ENDINGS, WINDOWS, exists, expand, split_strength, typed, with_found_ending
 from .compat import completed
 from .corrected_line import STRENGTH_AFTER_BASE
 
@@ -75,7 +75,7 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
 
 def check_words(words: Sequence[str]) -> None:
     """Raise UsageError for a number or a joining word among the adapters."""
-    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
+    joining = [word for word in words if word in ("+", "&", "and", "with", "^", "`", "\\") and not exists(word)]
     if joining:
         raise UsageError("a word is not an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
     if values := [word for word in words if right_form(word) and not exists(word)]:
@@ -135,9 +135,7 @@ def check_adapter(text: str, parts: str = "") -> None:
 
 def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
-    several = [word for word in re.split(r"[,;\s]+", text) if word]
-    if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
-        raise _other_syntax("a list of adapters", text, *several)
+    check_list(text)
     right = with_parts(text)
     if word := stray_word(text):
         path = typed([with_found_ending(text.removesuffix(f":{word}"))])
@@ -145,6 +143,26 @@ def check_parts(text: str) -> None:
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
     if right:
         raise _other_syntax("a factor for a part", text, right)
+
+
+def check_variable(text: str) -> None:
+    """Raise UsageError for a variable that the shell has not replaced, as it is that of another shell."""
+    if match := re.match(r"%(\w+)%|\$env:(\w+)|\$\{?(\w+)\}?", text):
+        name = next(filter(None, match.groups()))
+        here = f"%{name}% in cmd, $env:{name} in PowerShell" if WINDOWS else f'"${name}"'
+        raise UsageError("the shell has not replaced a variable", text[:200], f"write {here}, or the path itself")
+
+
+def check_list(text: str) -> None:
+    """Raise UsageError for files in one word, each with a strength or without."""
+    several = [word for word in re.split(r"[,;\s]+", text) if word]
+    if several in ([], [text]) or exists(text):
+        return
+    if all(exists(with_found_ending(split_strength(word)[0])) for word in several):
+        raise _other_syntax("a list of files", text, *several)
+    readings = [strange(word) for word in several]
+    if all(reading and exists(reading[0]) for reading in readings):
+        raise _other_syntax("a list of files", text, *(f"{path}:{value}" for path, value in filter(None, readings)))
 
 
 def check_tag(text: str) -> None:
@@ -165,6 +183,9 @@ def named_base(text: str) -> str:
     path, strength = ("", None) if address is not None else split_strength(text)
     if (address and address[1]) or (strength is not None and not exists(text) and exists(completed(path))):
         raise UsageError(STRENGTH_AFTER_BASE, text[:200], "name the base first: `lora-merge BASE ADAPTER:0.8`")
+    if address is None:
+        check_list(text)
+        check_variable(text)
     return completed(text)
 
 
@@ -181,7 +202,9 @@ def named_adapter(text: str) -> NamedAdapter:
         return NamedAdapter(completed(text))
     if (address := split(text)) is not None:
         return _at_address(text.removesuffix(address[1]), address[1])
+    check_variable(text)
     check_tag(text)
+    check_list(text)
     check_two(text)
     path, strength = split_strength(text)
     if strength is not None:
@@ -292,6 +315,10 @@ def _part(text: str) -> tuple[str, Any]:
     with suppress(ValueError):
         if equals and not name.endswith("=") and (name.startswith(REGEX) or re.fullmatch(r"(?:\w+ )?[^\s;=]+", name)):
             return name, number(value)
+    if re.fullmatch(r"[A-Za-z][\w.+-]*", text):
+        raise UsageError(
+            f"{text!r} does not give a part and its factor", "--strength-for", f"write {text}=0.5"
+        ).instead(text, f"{text}=0.5")
     name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
     plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
     fix = f"write {name}={right_form(value)}" if plain else "write it like te=0.5"

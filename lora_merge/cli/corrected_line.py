@@ -233,7 +233,9 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
     wrong, *right = suggestion
     for word in words:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if flag == wrong:
+        if equals and word == wrong:  # --json=FILE
+            yield from right
+        elif flag == wrong:
             yield f"{right[0]}{equals}{value}"
         elif new := right[0] if value == wrong else _path(value, wrong, right[0]) or _part(value, wrong, right[0]):
             yield f"{flag}{equals}{new}"
