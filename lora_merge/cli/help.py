@@ -17,8 +17,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..command import MERGE
 from ..errors import MergeError, UsageError
+from ..option_texts import takes
 from ..options import OPTIONS
-from ..paths import exists, expand
+from ..paths import exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .corrected_line import flags, in_places, is_adapter, line, split_words
@@ -274,11 +275,13 @@ def _without_extra(words: Sequence[str], extra: Sequence[str], options: Sequence
     if words[0] == "verify" and (right := _without_recipe(words[1:], extra)):
         return f"write {line([*right, *options])}; "
     word, *others = extra
-    flag = "--rank" if right_form(word) else "--output"
+    flag = "--rank" if right_form(word) else "--to" if takes("to", word) else "--output"
+    flag = flag if flag in flags(known.params) else "--output"
     free = flag in flags(known.params) and not {flag, flag[1:3]} & {option.partition("=")[0] for option in options}
-    if free and not others and (not exists(word) or Path(word).is_dir()):
-        named = line([*words, flag if flag == "--rank" else "-o", word, *options])
-        return f"write {named}; " if flag == "--rank" else f"if {word} is the output, write {named}; "
+    if free and not others and (not exists(with_found_ending(word)) or Path(word).is_dir()):
+        is_output = flag == "--output"
+        named = line([*words, "-o" if is_output else flag, word, *options])
+        return f"if {word} is the output, write {named}; " if is_output else f"write {named}; "
     return f"leave the rest out: {line([*words, *options])}; "
 
 
@@ -301,7 +304,8 @@ def _advice(name: str, context: Any, commands: Mapping[str, Any]) -> tuple[list[
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", COLOR_FLAG, DEBUG]
     if not name.startswith("--"):
-        return [], "write the strength after the file name: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
+        negative = "write the strength after the file name: ADAPTER:-0.8; "
+        return [], negative if name[1:2].isdigit() else _without(name, commands)
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
