@@ -131,7 +131,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("inspect lora.safetensors -o x", 2, "there is no option -o", "leave it out: lora-merge inspect lora.safetensors;"),
     ("batch jobs.yml", 3, "file not found", "did you mean jobs.csv? write lora-merge batch jobs.csv\n"),
     ("batch mixd.yaml", 3, "file not found", "did you mean mixed.yaml? write lora-merge batch mixed.yaml\n"),
-    ("demo --html x.html", 2, "there is no option --html", "leave it out: lora-merge demo; see"),
+    ("demo --html x.html", 2, "there is no option --html", "write lora-merge demo\n"),
     ("unmerge lora.safetensors base.safetensors", 3, "an adapter, not a merged checkpoint", "first: lora-merge unmerge base.safetensors lora.safetensors\n"),
     ("unmerge other/tuned base.safetensors", 3, "it is a model: Stable Diffusion 1", "as an adapter: lora-merge extract base.safetensors other/tuned\n"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
