@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..option_texts import takes
@@ -206,7 +207,7 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"`lora-merge BASE ADAPTER:0.8`; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
-        near, advice = _advice(name, context, commands)
+        near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
     if unknown := re.match("No such command '([^']*)'", text):  # of a group of commands, such as comfyui
         names = getattr(getattr(context, "command", None), "commands", commands)
@@ -298,31 +299,19 @@ def _without_recipe(files: Sequence[str], inputs: Sequence[str]) -> list[str]:
     return ["verify", *files, *(part for word in inputs for part in (flag_of[word], word))]
 
 
-def _advice(name: str, context: Any, commands: Mapping[str, Any]) -> tuple[list[str], str]:
+def _advice(name: str, context: Any) -> tuple[list[str], str]:
     """Return the options of the command that a misspelt one resembles, and advice on it."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", COLOR_FLAG, DEBUG]
     if not name.startswith("--"):
         negative = "write the strength after the file name: ADAPTER:-0.8; "
-        return [], negative if name[1:2].isdigit() else _without(name, commands)
+        return [], negative if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
     near = alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
-    return near, f"did you mean {' or '.join(near)}? " if near else _without(name, commands)
-
-
-def _without(name: str, commands: Mapping[str, Any]) -> str:
-    """Return the line without an option that only other commands have; "" for an option of no command."""
-    having = {command: known for command, each in commands.items() if name in (known := flags(each.params))}
-    if not having:
-        return ""
-    words = without_global_options(sys.argv[1:], checked=False)
-    at = next((n for n, word in enumerate(words) if word.partition("=")[0] == name), len(words))
-    valued = words[at : at + 1] == [name] and not next(iter(having.values()))[name]
-    right = line([*words[:at], *words[at + 1 + valued :]])
-    return f"it is an option of {', '.join([*having][:3])}; leave it out: {right}; "
+    return near, f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def _in_file(flag: str) -> str:

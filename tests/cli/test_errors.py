@@ -125,10 +125,10 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5\n"),
     *((f"{words} kit.yaml", 2, "a mergekit configuration: mergekit merges checkpoints with each other", "run mergekit-yaml; or")
       for words in ("batch", "", "inspect", "plan", "base.safetensors")),
-    ("convert lora.safetensors q --to peft", 2, "1 word too many: q", "if q is the output, write lora-merge convert lora.safetensors -o q --to peft"),
+    ("convert lora.safetensors q --to peft", 2, "q", "lora-merge convert lora.safetensors -o q --to peft"),
     ("extract base.safetensors other/tuned 16", 2, "1 word too many: 16", "write lora-merge extract base.safetensors other/tuned --rank 16"),
     ("convert lora.safetensors peft", 2, "1 word too many: peft", "write lora-merge convert lora.safetensors --to peft"),
-    ("inspect lora.safetensors -o x", 2, "there is no option -o", "leave it out: lora-merge inspect lora.safetensors;"),
+    ("inspect lora.safetensors -o x", 2, "there is no option -o", "write lora-merge inspect lora.safetensors\n"),
     ("batch jobs.yml", 3, "file not found", "did you mean jobs.csv? write lora-merge batch jobs.csv\n"),
     ("batch mixd.yaml", 3, "file not found", "did you mean mixed.yaml? write lora-merge batch mixed.yaml\n"),
     ("demo --html x.html", 2, "there is no option --html", "write lora-merge demo\n"),
