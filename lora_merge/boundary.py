@@ -19,7 +19,8 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar, Union
 from .errors import MergeError, UsageError, as_merge_error
 from .facts import Facts
 from .option_texts import in_python, takes
-from .options import AN_ADAPTER, COMMAND_ONLY, GIVE_STATE_DICT, MEANT, OPTIONS, SWITCHED, switch, values_of
+from .options import AN_ADAPTER, COMMAND_ONLY, GIVE_STATE_DICT, MEANT, OPTIONS, STRENGTHS, SWITCHED, switch, values_of
+from .paths import exists, with_found_ending
 from .text import described, is_finite, number_of, one_line, python_code, shown
 
 A_PATH: Final = "a path"
@@ -80,14 +81,42 @@ def wrong_call(function: Callable[..., Any], call: CallArguments) -> UsageError 
     )
     if wrong is not None:
         return UsageError(wrong[0], place, wrong[1])
-    hints = _hints(function)
+    hints, names = _hints(function), [*parameters]
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         optional = name in parameters and value is None and parameters[name].default is not inspect.Parameter.empty
         if name in hints and name in parameters and not optional and not _fits(value, hints[name]):
             kind = VALUE_KINDS[annotation_of(parameters[name])]
-            fix = _right_type(function.__name__, parameters[name], value, hints[name]) or f"give {kind}"
-            return UsageError(f"{name} must be {kind}", f"{place}: {one_line(described(value))}", fix)
+            fix = _other_places(function.__name__, parameters, placed) if name == names[0] else ""
+            fix = fix or _right_type(function.__name__, parameters[name], value, hints[name])
+            if not fix and any(value is other for other in placed):
+                meant = _meant_for(value, names[: len(placed)], parameters, options)
+                fix = f"write {meant}={python_code(value)}" if meant else ""
+            where = f"{place}: {one_line(described(value))}"
+            return UsageError(f"{name} must be {kind}", where, fix or f"give {kind}")
     return None
+
+
+def _other_places(function: str, parameters: Mapping[str, inspect.Parameter], placed: Sequence[Any]) -> str:
+    """Return the call that is meant by two paths for a list of adapters, or by one list for several arguments; "" for
+    another call."""
+    (first, parameter), *others = parameters.items()
+    paths = all(isinstance(value, str | os.PathLike) for value in placed)
+    if first == "adapters" and len(placed) == 2 and paths and exists(with_found_ending(str(placed[1]))):
+        return f'write {function}({python_code([*placed])}, "out.safetensors")'
+    several = [*placed[0]] if len(placed) == 1 and isinstance(placed[0], list | tuple) else []
+    if len(several) < 2 or not others or VALUE_KINDS[annotation_of(parameter)] != A_PATH:
+        return ""
+    second, required = others[0][0], others[0][1].default is inspect.Parameter.empty
+    values = [several[0], several[1:]] if second == "adapters" else several if required else []
+    return f"write {function}({', '.join(map(python_code, values))})" if values else ""
+
+
+def _meant_for(
+    value: Any, placed: Sequence[str], parameters: Mapping[str, inspect.Parameter], options: Sequence[str]
+) -> str:
+    """Return the option or parameter that a value without a name was probably meant for; "" if none is likely."""
+    ordered = (*parameters, *(name for name in OPTIONS if name in options), *options)
+    return next((n for n in ordered if n not in placed and _may_be(value, n, parameters.get(n))), "")
 
 
 def _unknown_name(
@@ -118,13 +147,10 @@ def _wrong_number(
     # Step 1: more arguments than have a place.
     if len(args) > len(placed):
         extra = args[len(placed)]
-        ordered = (*parameters, *(name for name in OPTIONS if name in options), *options)
-        meant = [n for n in ordered if n not in placed and _may_be(extra, n, parameters.get(n))]
-        if not meant and "adapters" in placed and all(isinstance(value, str | os.PathLike) for value in args):
-            first = placed.index("adapters")
-            words = ", ".join(map(python_code, (*args[:first], [*args[first:-1]], args[-1])))
+        meant = _meant_for(extra, placed, parameters, options)
+        if not meant and "adapters" in placed and (words := _with_list(placed, args)):
             return "the adapters must be a list", f"write {function}({words})"
-        fix = f"write {meant[0]}={python_code(extra)}" if meant else "leave it out, or name it"
+        fix = f"write {meant}={python_code(extra)}" if meant else "leave it out, or name it"
         return f"{python_code(extra)[:60]} needs a name, as only {', '.join(placed)} can be without one", fix
     if twice := next((name for name in placed[: len(args)] if name in kwargs), None):
         return f"{twice} is given twice", f"leave {twice}={python_code(kwargs[twice])[:60]} out"
@@ -133,8 +159,22 @@ def _wrong_number(
         if parameter.default is parameter.empty and name not in (*placed[: len(args)], *kwargs):
             example = EXAMPLES.get(f"{function}.{name}") or EXAMPLES[name]
             value = next((python_code(value) for value in args if _may_be(value, name, parameter)), example)
-            return f"{name} is missing", f"write {name}={value}"
+            return f"{name} is missing", _other_places(function, parameters, args) or f"write {name}={value}"
     return None
+
+
+def _with_list(placed: Sequence[str], args: Sequence[Any]) -> str:
+    """Return the arguments of a call whose adapters, or an adapter and its strength, follow one another, in a list; ""
+    for other arguments."""
+    first, end = placed.index("adapters"), len(args) - ("output" in placed)
+    adapters, output = [*args[first:end]], args[end:]
+    of_one = len(adapters) == 2 and is_finite(adapters[1])
+    if not all(isinstance(value, str | os.PathLike) for value in (*adapters[: 1 if of_one else None], *output)):
+        return ""
+    before = [
+        python_code(v) if isinstance(v, str | os.PathLike) else n for n, v in zip(placed, args[:first], strict=False)
+    ]
+    return ", ".join([*before, *map(python_code, (tuple(adapters) if of_one else adapters, *output))])
 
 
 def _options(parameter: inspect.Parameter | None) -> tuple[str, ...]:
@@ -151,6 +191,8 @@ def _may_be(value: object, name: str, parameter: inspect.Parameter | None) -> bo
     """Return whether a value without a name was probably meant for an option or a parameter."""
     if isinstance(value, str | os.PathLike):
         return takes(name, str(value))
+    if name == STRENGTHS:
+        return type(value) is list and all(map(is_finite, value))
     return parameter is not None and type(value) is TYPES.get(annotation_of(parameter))
 
 
@@ -183,6 +225,8 @@ def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
         fix = f"write {name}={number}"
     elif isinstance(value, list | tuple) and value and _fits(value[0], hint):
         fix = f"write {name}={python_code(value[0])}{', and one call for each' if len(value) > 1 else ''}"
+    elif annotation == "Sequence[float]" and is_tensors and value and all(map(is_finite, value.values())):
+        fix = f"write {name}={python_code([*value.values()])}"
     elif annotation.startswith("Sequence") and isinstance(value, str | os.PathLike):
         path = Path(value if isinstance(value, str | Path) else "")
         folder = path.parent.glob("*") if "*" in path.name else ()
@@ -256,6 +300,16 @@ def worded(value: Any, name: str = "") -> Any:
     return value
 
 
+def _in_call(error: MergeError, keywords: Mapping[str, Any]) -> MergeError:
+    """Put an error into Python's words; what it suggests for the value of a keyword is its fix."""
+    error.reword(in_python)
+    wrong, *right = error.suggestion or ("",)
+    if len(right) == 1 and (names := [n for n, value in keywords.items() if isinstance(value, str) and value == wrong]):
+        fix = f"write {names[0]}={python_code(right[0])}"
+        error.reword(lambda text: fix if text == error.fix.written else text)
+    return error
+
+
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Make every failure of a function a MergeError: a UsageError if an argument is of another type than annotated.
 
@@ -272,7 +326,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             result: R = worded(function(*args, **kwargs))
             return result
         except UsageError as e:
-            wrong, corrected = wrong_call(function, (args, kwargs)), e.reword(in_python).fix.startswith("write ")
+            wrong, corrected = wrong_call(function, (args, kwargs)), _in_call(e, kwargs).fix.startswith("write ")
             raise (wrong if wrong and (wrong.fix.startswith("write ") or not corrected) else e) from e.__cause__
         except MergeError as e:
             e.reword(in_python)

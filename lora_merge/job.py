@@ -358,15 +358,30 @@ def summands(adapters: Sequence[Any]) -> Iterator[Any]:
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
     """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
+    expected = "a list of numbers, one per adapter"
     if is_finite(strengths):
-        raise unlike(strengths, "--strength", "a list of numbers, one per adapter", [strengths for _ in adapters])
-    strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
+        raise unlike(strengths, "--strength", expected, [strengths for _ in adapters])
+    if isinstance(strengths, Mapping) and strengths and all(map(is_finite, strengths.values())):
+        raise _of_table(strengths, adapters, unlike(strengths, "--strength", expected))
+    strengths = a_list(strengths, "--strength", expected)
+    if strengths and all(number_of(value) is not None for value in strengths):
+        raise unlike(strengths, "--strength", expected, [*map(number_of, strengths)])
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")
     if len(strengths) != len(adapters):
         counts = f"{plural(len(strengths), 'strength')} for {plural(len(adapters), 'adapter')}"
         raise UsageError(counts, "--strength", "give one per adapter, in order")
     return list(zip(adapters, strengths, strict=True))
+
+
+def _of_table(strengths: Mapping[Any, float], adapters: Sequence[Any], error: UsageError) -> UsageError:
+    """Return the error for strengths in a table, by adapter or by part of the model."""
+    names = [{str(a), Path(a).name, Path(a).stem} if isinstance(a, str | PathLike) else set() for a in adapters]
+    by_adapter = [next((v for name, v in strengths.items() if str(name) in known), 1.0) for known in names]
+    if {*map(str, strengths)} <= set[str]().union(*names):
+        return UsageError(error.what, error.where, f"write strengths={python_code(by_adapter)}")
+    parts = all(isinstance(name, str) for name in strengths)
+    return UsageError(error.what, error.where, f"write strength_for={python_code(strengths)}") if parts else error
 
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> Adapter:

@@ -162,9 +162,10 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
             raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
     numbers = MethodParameters(**stated)
     if wrong := next((name for name, good in _holds(numbers, len(strengths)).items() if not good), None):
-        raise UsageError(
-            f"{wrong} {shown(getattr(numbers, wrong))} is out of range", f"--{wrong}", PARAMETER_RANGES[wrong]
-        )
+        value = getattr(numbers, wrong)
+        percent = wrong in ("density", "gamma") and is_finite(value) and 1 < value <= 100
+        fix = f"write `--{wrong} {value / 100:g}`" if percent else PARAMETER_RANGES[wrong]
+        raise UsageError(f"{wrong} {shown(value)} is out of range", f"--{wrong}", fix)
     if method == "slerp" and len(strengths) != 2:
         raise UsageError(
             f"slerp of {plural(len(strengths), 'adapter')}", "`--method slerp`", "give two, or use karcher"

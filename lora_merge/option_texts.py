@@ -70,7 +70,7 @@ def as_number(text: str, option: str, *, whole: bool) -> float:
         return int(text) if whole and "_" not in text else number(text)
     except ValueError as e:
         kind, value = "whole number" if whole else "number", "" if whole else right_form(text)
-        fix = f"write {option} {value}" if value else f"use a {kind} such as 1"
+        fix = f"write `{option} {value}`" if value else f"use a {kind} such as 1"
         raise UsageError(f"{text[:40]!r} is not a {kind}", option, fix) from e
 
 

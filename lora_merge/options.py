@@ -306,7 +306,8 @@ def finite(value: Any, where: str) -> float:
 def whole(value: Any, where: str) -> int:
     """Return a whole number of up to 63 bits; UsageError for other values."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < HUGE:
-        raise unlike(value, where, "a whole number from 0 on, below 2**63", number_of(value))
+        negative = isinstance(value, int) and not isinstance(value, bool) and value < 0
+        raise unlike(value, where, "a whole number from 0 on, below 2**63", 0 if negative else number_of(value))
     return value
 
 
@@ -342,8 +343,10 @@ SWITCHED: Final = {
 
 
 def values_of(text: str) -> list[Any]:
-    """Return the values of a text with commas between them."""
-    return [word if number_of(word) is None else number_of(word) for word in text.split(",")]
+    """Return the values of a text with commas between them; between numbers there may be spaces or semicolons, too."""
+    words = [word for word in re.split(r"[,;\s]+", text.strip(" []()")) if word]
+    words = words if words and all(number_of(word) is not None for word in words) else text.split(",")
+    return [word if number_of(word) is None else number_of(word) for word in words]
 
 
 def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
@@ -353,6 +356,8 @@ def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
     what = f"{name} must be {kind}, not {described(value)}"
     if right is None:
         return UsageError(what, name, f"give {kind}")
+    if where.startswith("--") and isinstance(right, int | float) and not isinstance(right, bool):
+        return UsageError(what, name, f"write `{where} {right}`")
     return UsageError(what, name, f"write {name}={python_code(right)}")
 
 
@@ -437,8 +442,8 @@ def checked_value(option: Option, value: Any) -> Any:
         name = spelled(option, value) if isinstance(value, str) else ""
         if name in option.words:
             return name
-        foreign = [SAME_COMBINATION.get(name, "")] if option.name == "method" else []
-        near = [word for word in foreign if word] or get_close_matches(name, option.words, 1, 0.7)
+        foreign = OTHER_WORDS.get(option.name, {}).get(name)
+        near = [foreign] if foreign else get_close_matches(name, option.words, 1, 0.7)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(option.words)}"
         error = UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
         raise error.instead(str(value), *near)
@@ -462,6 +467,12 @@ def _device_meant(name: str) -> str:
         devices += [f"{OTHER_DEVICES[kind]}{f':{match[2]}' if match[2] else ''}" for kind in kinds if match]
     return ",".join(devices) if re.fullmatch(DEVICE, ",".join(devices)) else ""
 
+
+OTHER_WORDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "method": SAME_COMBINATION, "unmatched": dict.fromkeys(("ignore", "drop", "warn", "allow"), "skip"),
+    "on_overflow": dict.fromkeys(("clip", "clamp", "cut"), "saturate"), "rounding": {"random": "stochastic"},
+}  # fmt: skip
+"""Option → its value in other programs → the value here."""
 
 _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "switch": switch, "whole": whole, "number": finite, "text": text, "path": path, "folder": path,

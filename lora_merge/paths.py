@@ -188,7 +188,8 @@ def with_ending(path: Path, ending: str = ".safetensors") -> Path:
         return path
     if path.name.endswith(".") or _misspelt(suffix):
         right = Path(path.name.rstrip(".")).with_suffix(ending)
-        raise UsageError("the ending of the output is misspelt", str(path), f"name it {right}")
+        error = UsageError("the ending of the output is misspelt", str(path), f"name it {right}")
+        raise error.instead(str(path), str(path.with_name(right.name)))
     return path.with_name(f"{path.name}{ending}")
 
 

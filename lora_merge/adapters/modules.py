@@ -54,7 +54,7 @@ NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
 
 OF_MODELS: Final = (
     "name a LoRA or another adapter; to merge one into this model: `lora-merge {0} ADAPTER`; to write the "
-    "difference of two models as an adapter: `lora-merge extract BASE {0}`"
+    "difference of two models as an adapter: `lora-merge extract BASE TUNED`"
 )
 """The advice on a model in the place of an adapter."""
 

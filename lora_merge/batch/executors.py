@@ -101,10 +101,11 @@ EXECUTORS: Final[Mapping[str, Executor]] = MappingProxyType(
 
 def executor(name: str) -> Executor:
     """Return the row of the table; UsageError if there is none, or if it cannot be used here."""
-    if not isinstance(name, str) or name not in EXECUTORS:
+    row = EXECUTORS.get(name.lower()) if isinstance(name, str) else None
+    if row is None:
         raise UsageError(f"no executor is called {shown(name)!r}", "--executor", f"use one of {', '.join(EXECUTORS)}")
-    EXECUTORS[name].check()
-    return EXECUTORS[name]
+    row.check()
+    return row
 
 
 @dataclass

@@ -12,7 +12,7 @@ from ..adapter_arguments import of_tags, other_spelling, right_form, stray_word,
 from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
+from ..paths import ENDINGS, WINDOWS, exists, expand, split_strength, typed, with_found_ending
 from .compat import completed
 from .corrected_line import STRENGTH_AFTER_BASE
 
@@ -75,7 +75,7 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
 
 def check_words(words: Sequence[str]) -> None:
     """Raise UsageError for a number or a joining word among the adapters."""
-    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
+    joining = [word for word in words if word in ("+", "&", "and", "with", "^", "`", "\\") and not exists(word)]
     if joining:
         raise UsageError("a word is not an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
     if values := [word for word in words if right_form(word) and not exists(word)]:
@@ -102,17 +102,28 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths, or more."""
     if (two := re.fullmatch(_SEVERAL, text)) and not exists(f"{two['path']}:{two['unet']}"):
         if two["more"]:
-            every = text.removeprefix(f"{two['path']}:")
-            strength, _, by_block = every.partition(":")  # NAME:0.7:1,0,…
-            if "," in strength or "," not in by_block:
-                strength, by_block = "1", every
-            lbw = re.sub("[:;/]", ",", by_block)
-            fix = f"write {two['path']}:{two['unet']}, or by block {two['path']}:{strength},lbw={lbw}"
-            raise UsageError("several strengths after one file", text[:200], fix)
+            raise _several_strengths(text, two["path"])
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
         raise UsageError("two strengths after one file", text[:200], fix).instead(
             text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
         )
+
+
+def _several_strengths(text: str, path: str) -> UsageError:
+    """Return the error for three numbers or more after a file: a list of block weights, after one strength or two."""
+    *values, last = text.removeprefix(f"{path}:").split(":")
+    weights = re.split("[,;/]", last)
+    if len(weights) == 1 or len(values) > 2:
+        values, weights = [], re.split("[:,;/]", text.removeprefix(f"{path}:"))
+    strength = ["1", f"unet={values[0]}", f"te={values[1]}"] if len(values) == 2 else values or ["1"]
+    right = f"{path}:{','.join(strength)},lbw={','.join(weights)}"
+    few = "" if len(weights) >= FEWEST_BLOCKS else f"{path}:{[*values, *weights][0]}, or by block "
+    error = UsageError("several strengths after one file", text[:200], f"write {few}{right}")
+    return error if few else error.instead(text, right)
+
+
+FEWEST_BLOCKS: Final = 10
+"""Numbers after a file from which on they are block weights."""
 
 
 def check_adapter(text: str, parts: str = "") -> None:
@@ -124,9 +135,7 @@ def check_adapter(text: str, parts: str = "") -> None:
 
 def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
-    several = [word for word in re.split(r"[,;\s]+", text) if word]
-    if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
-        raise _other_syntax("a list of adapters", text, *several)
+    check_list(text)
     right = with_parts(text)
     if word := stray_word(text):
         path = typed([with_found_ending(text.removesuffix(f":{word}"))])
@@ -134,6 +143,26 @@ def check_parts(text: str) -> None:
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
     if right:
         raise _other_syntax("a factor for a part", text, right)
+
+
+def check_variable(text: str) -> None:
+    """Raise UsageError for a variable that the shell has not replaced, as it is that of another shell."""
+    if match := re.match(r"%(\w+)%|\$env:(\w+)|\$\{?(\w+)\}?", text):
+        name = next(filter(None, match.groups()))
+        here = f"%{name}% in cmd, $env:{name} in PowerShell" if WINDOWS else f'"${name}"'
+        raise UsageError("the shell has not replaced a variable", text[:200], f"write {here}, or the path itself")
+
+
+def check_list(text: str) -> None:
+    """Raise UsageError for files in one word, each with a strength or without."""
+    several = [word for word in re.split(r"[,;\s]+", text) if word]
+    if several in ([], [text]) or exists(text):
+        return
+    if all(exists(with_found_ending(split_strength(word)[0])) for word in several):
+        raise _other_syntax("a list of files", text, *several)
+    readings = [other_spelling(word) for word in several]
+    if all(reading and exists(reading[0]) for reading in readings):
+        raise _other_syntax("a list of files", text, *(f"{path}:{value}" for path, value in filter(None, readings)))
 
 
 def check_tag(text: str) -> None:
@@ -154,6 +183,9 @@ def named_base(text: str) -> str:
     path, strength = ("", None) if address is not None else split_strength(text)
     if (address and address[1]) or (strength is not None and not exists(text) and exists(completed(path))):
         raise UsageError(STRENGTH_AFTER_BASE, text[:200], "name the base first: `lora-merge BASE ADAPTER:0.8`")
+    if address is None:
+        check_list(text)
+        check_variable(text)
     return completed(text)
 
 
@@ -170,7 +202,9 @@ def named_adapter(text: str) -> NamedAdapter:
         return NamedAdapter(completed(text))
     if (address := split(text)) is not None:
         return _at_address(text.removesuffix(address[1]), address[1])
+    check_variable(text)
     check_tag(text)
+    check_list(text)
     check_two(text)
     path, strength = split_strength(text)
     if strength is not None:
@@ -281,6 +315,10 @@ def _part(text: str) -> tuple[str, Any]:
     with suppress(ValueError):
         if equals and not name.endswith("=") and (name.startswith(REGEX) or re.fullmatch(r"(?:\w+ )?[^\s;=]+", name)):
             return name, number(value)
+    if re.fullmatch(r"[A-Za-z][\w.+-]*", text):
+        raise UsageError(
+            f"{text!r} does not give a part and its factor", "--strength-for", f"write {text}=0.5"
+        ).instead(text, f"{text}=0.5")
     name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
     plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
     fix = f"write {name}={right_form(value)}" if plain else "write it like te=0.5"

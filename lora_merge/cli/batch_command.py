@@ -121,7 +121,7 @@ def batch(
         return
     check_room()  # once, as it holds for every worker
     run = partial(planned.run, fail_fast=fail_fast)
-    here = executor == "local" and number in (None, 1)
+    here = executor.lower() == "local" and number in (None, 1)
     to_json = methodcaller("to_json", tensors=json_tensors)
     ended = _run(planned, run, file, to_json, as_json=as_json, quiet=quiet, here=here)
     pictures.write(lambda: [job.to_dict() for job in ended])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -70,13 +71,17 @@ _WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
 
 
 def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
-    """Raise UsageError for an option with a long dash, as texts and web pages have it, or with too few hyphens."""
-    for word in args:
-        name = re.sub("^[–—−]+(?=[A-Za-z])", "-", word).partition("=")[0]
+    """Raise UsageError for an option with a long dash, as texts and web pages have it, with too few hyphens, or with
+    the slash of Windows."""
+    for before, word in zip(("", *args), args, strict=False):
+        slash = "" if before.startswith("-") else "|/"
+        name = re.sub(f"^(?:[–—−]+{slash})(?=[A-Za-z])", "-", word).partition("=")[0]
         right = name if name in known else f"-{name}"
         long = len(name) > 2 or name in known  # -t is no --t
         if name[0:1] == "-" and long and right in known and right != word.partition("=")[0] and not exists(word):
-            raise UsageError("an option begins with hyphens", word, f"write {right}")
+            raise UsageError("an option begins with hyphens", word, f"write {right}").instead(
+                word, right + word[len(word.partition("=")[0]) :]
+            )
         if (parts := re.fullmatch("(--[a-z-]+?)([0-9][0-9.,]*%?)", word)) and parts[1] in known and word not in known:
             raise UsageError("an option needs a space before its value", word, f"write {parts[1]}={parts[2]}").instead(
                 word, f"{parts[1]}={parts[2]}"
@@ -100,6 +105,8 @@ def check_spaces(args: Sequence[str]) -> None:
         of_option = " ".join(args[max(at - 2, 0) : at])
         if re.fullmatch("[KMGTkmgt]i?[Bb]?", word) and re.search(r"(^| )--\S+[ =][0-9.,]+$", of_option):
             raise _one_word("a space in a size", args, slice(at - 1, at + 1))
+        if word.endswith(":") and exists(with_found_ending(word[:-1])) and any(map(right_form, args[at + 1 : at + 2])):
+            raise _one_word("a space before a strength", args, slice(at, at + 2))
         for end in range(at + 2, min(at + 8, len(args)) + 1):
             if exists(with_found_ending(split_strength(" ".join(args[at:end]))[0])):
                 raise _one_word("a name with spaces needs quotes", args, slice(at, end), " ")
@@ -109,6 +116,22 @@ def _one_word(what: str, args: Sequence[str], parts: slice, between: str = "") -
     """Return the error for words of a line that are one."""
     right = [*args[: parts.start], between.join(args[parts]), *args[parts.stop :]]
     return UsageError(what, " ".join(args[parts])[:200], f"write {line(right)}")
+
+
+def check_values(args: Sequence[str], known: Mapping[str, bool]) -> None:
+    """Raise UsageError for an option without its value, before another option, and for a value after an option that has
+    none. `known`: see `flags`."""
+    before = args[: args.index("--")] if "--" in args else args
+    for word, after in pairwise(before):
+        if known.get(word) is False and after.startswith("--") and after.partition("=")[0] in known:
+            raise UsageError(
+                f"{word} has no value", f"{word} {after}", f"write its value after {word}, or leave it out"
+            )
+    for word in before:
+        flag, equals, value = word.partition("=")
+        if equals and known.get(flag):
+            right = ["--report", value] if flag == "--json" and "--report" in known else [flag]
+            raise UsageError(f"{flag} takes no value", word, f"write {typed(right)}").instead(word, *right)
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:

@@ -21,6 +21,8 @@ LONGEST_LINE: Final = 400
 STRENGTH_AFTER_BASE: Final = "a strength after the base"
 """The mistake of a line whose first word is an adapter with its strength, or a base with one."""
 
+UNMERGE: Final = "unmerge"
+
 PLACES: Final = {"BASE": False, "TUNED": False, "MODEL": False, "ADAPTER": True, "ADAPTER2": True}
 """Place for a file in a command → whether an adapter belongs there."""
 
@@ -56,6 +58,8 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     if as_base and command == MERGE:
         known = {name: flags(commands[name].params) for name in (MERGE, "combine")}
         fix = _in_order(rest, known)
+    elif as_base and (ordered := _models_first(words, flags(commands[command].params))):
+        fix = f"{error.fix.partition(',')[0]}: {line(ordered)}"
     else:
         parameters = commands[command].params
         right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
@@ -68,7 +72,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
         fix = f"write {('; then ' if len(changes) > 1 else '; or ').join(reversed(lines.values()))}"
         if not lines:
-            fix = _filled(error.fix, rest, parameters)
+            fix = _filled(error.fix, rest[:: -1 if command == UNMERGE else 1], parameters)  # the tuned model is first
         elif len(changes) < 2 and not _says_as_much(right[0], error.fix):
             fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} {fix}"
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
@@ -229,7 +233,9 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
     wrong, *right = suggestion
     for word in words:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if flag == wrong:
+        if equals and word == wrong:  # --json=FILE
+            yield from right
+        elif flag == wrong:
             yield f"{right[0]}{equals}{value}"
         elif new := right[0] if value == wrong else _path(value, wrong, right[0]) or _part(value, wrong, right[0]):
             yield f"{flag}{equals}{new}"
@@ -284,6 +290,13 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     all_known = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
     joined = line(["combine", *plain, *(both if all_known else ["-o", "both.safetensors"])])
     return f"{first}; or combine the adapters: {joined}"
+
+
+def _models_first(words: Sequence[str], known: Mapping[str, bool]) -> list[str]:
+    """Return a line with its models before its adapters; [] without a model."""
+    (command, *files), options = split_words(words, known)
+    models = [word for word in files if path_of(word) and not is_adapter(path_of(word))]
+    return [command, *models, *(word for word in files if word not in models), *options] if models else []
 
 
 def is_adapter(word: str) -> bool:

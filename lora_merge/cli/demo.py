@@ -22,7 +22,7 @@ from ..engine.tensor_moves import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..files.safetensors import layout, parse_file
-from ..paths import nearest, typed
+from ..paths import is_file, nearest, typed
 from ..process import command
 
 WIDTHS: Final = (16, 32, 64, 64)  # channels per level; the real model has 320, 640, 1280, 1280
@@ -69,6 +69,10 @@ Tensors = dict[str, Tensor]
 def demo(folder: Path, echo: Callable[[str], None]) -> None:
     """Run the whole demonstration in `folder`; VerificationFailed if the result is not what it must be."""
     output, here = folder / MERGED, nearest(str(folder))
+    if is_file(folder):
+        raise UsageError(
+            "the demo writes a folder, and this is a file", str(folder), "name another folder: `lora-merge demo DIR`"
+        )
     files = write_files(folder)
     echo(f"New in {here}: a small model with the layers of Stable Diffusion 1.5 and three adapters.")
     echo("")

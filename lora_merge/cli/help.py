@@ -15,10 +15,12 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import MergeError, UsageError
+from ..option_texts import takes
 from ..options import OPTIONS
-from ..paths import exists, expand
+from ..paths import exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .corrected_line import flags, in_places, is_adapter, line, split_words
@@ -265,13 +267,24 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
             turned = in_places(other, flags(known.params))
             or_so = f"or, if {plain[0]} is the model after the training, {line(turned)}; " if turned else ""
             return f"write {line(right or [*called, *plain, *names, *options])}; {or_so}"
-        if extra := _extra(text):
-            files = plain[: len(plain) - len(extra)]
-            if plain[len(files) :] == extra:
-                if command == "verify" and (right := _without_recipe(files, extra)):
-                    return f"write {line([*right, *options])}; "
-                return f"leave the rest out: {line([*called, *files, *options])}; "
+        if (extra := _extra(text)) and plain[-len(extra) :] == extra:
+            return _without_extra([*called, *plain[: -len(extra)]], extra, options, known)
     return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
+
+
+def _without_extra(words: Sequence[str], extra: Sequence[str], options: Sequence[str], known: Any) -> str:
+    """Return how to correct a line with words for which its command has no place: one of them may be the output."""
+    if words[0] == "verify" and (right := _without_recipe(words[1:], extra)):
+        return f"write {line([*right, *options])}; "
+    word, *others = extra
+    flag = "--rank" if right_form(word) else "--to" if takes("to", word) else "--output"
+    flag = flag if flag in flags(known.params) else "--output"
+    free = flag in flags(known.params) and not {flag, flag[1:3]} & {option.partition("=")[0] for option in options}
+    if free and not others and (not exists(with_found_ending(word)) or Path(word).is_dir()):
+        is_output = flag == "--output"
+        named = line([*words, "-o" if is_output else flag, word, *options])
+        return f"if {word} is the output, write {named}; " if is_output else f"write {named}; "
+    return f"leave the rest out: {line([*words, *options])}; "
 
 
 def _without_recipe(files: Sequence[str], inputs: Sequence[str]) -> list[str]:
@@ -293,7 +306,8 @@ def _advice(name: str, context: Any) -> tuple[list[str], str]:
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", COLOR_FLAG, DEBUG]
     if not name.startswith("--"):
-        return [], "write the strength after the file name: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
+        negative = "write the strength after the file name: ADAPTER:-0.8; "
+        return [], negative if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)

@@ -32,9 +32,10 @@ from .compat import (
     check_command,
     check_once,
     check_spaces,
+    check_values,
     checked_output,
 )
-from .corrected_line import correct
+from .corrected_line import correct, flags
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -81,6 +82,7 @@ class Commands(TyperGroup):
             from .foreign_options import check_line
 
             check_line(args[0], args[1:], self.commands)
+            check_values(args[1:], flags(self.commands[args[0]].params))
             check_once(args[1:], self.commands[args[0]].params)
         take_text(self.get_params(ctx))
         return super().parse_args(ctx, args)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 from ..errors import UsageError
+from ..paths import exists
 from ..text import one_line
 from .stdio import commanding
 
@@ -50,11 +51,12 @@ CUTTING_TERMINALS: Final = ("XTERM_VERSION", "STY")
 
 
 def without_global_options(args: Sequence[str], *, checked: bool = True) -> list[str]:
-    """Return the arguments without the options of every command.
+    """Return the arguments without the options of every command, and without the name of the program if it is typed
+    twice.
 
     Raises UsageError where `--color` lacks a value, if that is to be `checked`: a shell completes words one by one.
     """
-    rest, at = list[str](), 0
+    rest, at = list[str](), int([*args[:1]] in (["lora-merge"], ["lora_merge"]) and not exists(args[0]))
     while at < len(args):
         name, equals, value = args[at].partition("=")
         if args[at] == "--":

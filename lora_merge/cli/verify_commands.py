@@ -185,9 +185,10 @@ def unmerge(
         checked_output(output),
         PageFiles(html, None, quiet=quiet, dry_run=dry_run),
     )
+    words = [named_adapter(a) for a in adapters or []]
     if output is None:
-        refuse_to_unmerge(expand(path), named=bool(adapters))
-    named, stated = read_with_adapters([named_adapter(a) for a in adapters or []], options)
+        refuse_to_unmerge(expand(path), [expand(word.path) for word in words])
+    named, stated = read_with_adapters(words, options)
     overwrite = bool(stated.get("overwrite"))
     report_options = ReportOptions(
         dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done=command.done, tensors=json_tensors

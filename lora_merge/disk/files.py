@@ -7,6 +7,7 @@ import shlex
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -77,13 +78,25 @@ def unreadable(path: Path, error: OSError | ValueError) -> InputError:
     return InputError(f"cannot be read: {why}", str(path), fix)
 
 
+def _alike(path: Path) -> list[Path]:
+    """Return the file of its folder whose name is most like that of a missing one; [] if none is."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return []
+    same = [name for name in names if Path(name).stem == path.name]  # its ending is missing
+    return [path.with_name(name) for name in same[:1] or get_close_matches(path.name, names, 1, 0.8)]
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Return a regular file opened for reading, unbuffered; InputError for anything else. Never blocks on a FIFO."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as e:
-        raise InputError("file not found", str(path), "check the path") from e
+        near = _alike(path)
+        error = InputError("file not found", str(path), f"did you mean {near[0].name}?" if near else "check the path")
+        raise error.instead(str(path), *map(str, near)) from e
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise unreadable(path, e) from e
     mode = os.fstat(fd).st_mode

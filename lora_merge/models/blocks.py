@@ -19,7 +19,7 @@ from typing import Final
 from ..change_statistics import Groups
 from ..dtypes import Shape
 from ..errors import UsageError
-from ..options import number
+from ..options import BLOCK_WEIGHTS, number
 from ..text import listed
 from .adapter_architecture import architectures, modules_of
 from .inferred_base import canonical_names
@@ -249,9 +249,10 @@ class Blocks:
         except ValueError as e:
             known = (*self.user_presets, *PRESETS, FLUX_ALL, *CURVES)
             near = get_close_matches(value[:60].upper(), known, 2, 0.75)
-            fix = f"did you mean {' or '.join(near)}? " if near else ""
-            fix += f"give a list of numbers or one of {', '.join(known)}"
-            raise UsageError(f"{value[:60]!r} is neither a list of block weights nor a preset", where, fix) from e
+            fix = f"give a list of numbers or one of {', '.join(known)}"
+            error = UsageError(f"{value[:60]!r} is neither a list of block weights nor a preset", where,
+                               f"did you mean {' or '.join(near)}?" if near else fix)  # fmt: skip
+            raise error.instead(f"{BLOCK_WEIGHTS}={value}", *(f"{BLOCK_WEIGHTS}={name}" for name in near[:1])) from e
         if constant:
             return dict.fromkeys(self.order, numbers[0])
         for names in (self.order, self.few):

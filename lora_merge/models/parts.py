@@ -135,6 +135,9 @@ class Parts:
             for name in get_close_matches(text[:MOST_COMPARED].lower(), every, 2, 0.75)
             if name != text.lower()
         ]
+        keys = self._names.shapes if self._names else ()
+        if not near and re.fullmatch(r"\w{2,}", text) and any(text in key for key in keys):
+            near = [f"*{text}*"]
         fix = f"did you mean {' or '.join(near)}? " if near else ""
         if text.startswith(REGEX) and networks:
             similar = get_close_matches(text.removeprefix(REGEX)[:MOST_COMPARED], [*networks][:MOST_COMPARED], 2, 0.0)

@@ -8,7 +8,7 @@ VAE of a file with a diffusion model keep theirs too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
@@ -88,7 +88,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError if no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
-            fix = f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}`{_others(QUANTISED_DTYPES)}"
+            fix = f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}` or another that quantises"
             raise UsageError("nothing is quantised", f"`--keep-precision {job.keep_precision[0]}`", fix)
         return NO_QUANTISING
     form = _form(job, base)
@@ -209,11 +209,6 @@ def _sections(
         left_out = {name for name, info in modules.items() if info.name not in forms}
         if len(left_out) < len(modules):
             yield part, form.section(sorted({*left_out, "lm_head"}))
-
-
-def _others(dtypes: Sequence[str]) -> str:
-    """Return what follows the first of some dtypes to choose from: ", nf4 or q4_0"."""
-    return "".join(f"{' or' if name == dtypes[-1] else ','} {name}" for name in dtypes[1:])
 
 
 def _form(job: Job, base: Index) -> OutputFormat:

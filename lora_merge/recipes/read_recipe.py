@@ -16,7 +16,7 @@ from ..adapters.modules import looks_like_adapter
 from ..addresses import parse
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
-from ..errors import InputError, UsageError
+from ..errors import AdapterAsBase, InputError, UsageError
 from ..files.checkpoint import Index
 from ..job import Adapter, Job, make_job
 from ..models.names import names
@@ -73,8 +73,8 @@ class Recipe:
 def as_merged(index: Index) -> Index:
     """Return a checkpoint that adapters may be taken out of; InputError for an adapter."""
     if KEY not in index.metadata and looks_like_adapter(index):
-        raise InputError("an adapter, not a merged checkpoint", str(index.path),
-                         "name the merged checkpoint first, and after it the adapters to take out")  # fmt: skip
+        raise AdapterAsBase("an adapter, not a merged checkpoint", str(index.path),
+                            "name the merged checkpoint first, and after it the adapters to take out")  # fmt: skip
     return index
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
+from ..adapters.modules import model_in_its_place
 from ..adapters_out.average import MOVING
 from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
@@ -158,9 +159,13 @@ def _followed(job: Job, index: Index) -> Plan:
         raise damaged(index.path, f"{e.what} ({e.where})") from e
 
 
-def refuse_to_unmerge(merged: Path, *, named: bool = False) -> NoReturn:
-    """Raise a UsageError that says how to get a merge without one of its adapters. `named`: whether they are named."""
+def refuse_to_unmerge(merged: Path, named: Sequence[Path] = ()) -> NoReturn:
+    """Raise a UsageError that says how to get a merge without one of its adapters; InputError for a model among the
+    `named` ones."""
     index = as_merged(open_checkpoint(merged))
+    for path in named:
+        if model := model_in_its_place(open_checkpoint(path, adapter=True)):
+            raise model
     output = f"`-o {typed([f'{merged.stem}-unmerged{merged.suffix}'])}`"
     if named and KEY not in index.metadata:
         raise UsageError("no output is named", str(merged), f"name it: {output}")

@@ -140,7 +140,7 @@ SCENES: Final[dict[str, str]] = {
     "give a base that stores both (tie_word_embeddings: false), or leave that out: --exclude …": "combine HEADS --base TIED --format peft -o out",
     "give the base that it was tuned from, or leave that out: --exclude …": "extract BASE LACKING -o x.safetensors",
     "use another checkpoint of the training, or leave that out: --exclude …": "extract BASE BROKEN -o x.safetensors",
-    "name a LoRA or another adapter; to merge one into this model: lora-merge … ADAPTER; to write the difference of two models as an adapter: lora-merge extract BASE …": "combine BASE A -o x.safetensors",
+    "name a LoRA or another adapter; to merge one into this model: lora-merge … ADAPTER; to write the difference of two models as an adapter: lora-merge extract BASE TUNED": "combine BASE A -o x.safetensors",
     "name a folder with -o": "FOLDER A -o wrong.yaml",
     "see lora-merge help …": "extract BASE --strange x",
     "state what the training used: --setting lora_alpha=…, which is divided by the rank of each module, if it multiplies the change, or … if it does not": "SMALL SCALED -o x.safetensors",

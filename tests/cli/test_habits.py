@@ -157,14 +157,14 @@ def test_no_command_is_invented(run: Run, words: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "fix"), [
-    ("base lora —dtype bf16", "write --dtype"), ("base lora –o x", "write -o"), ("base lora -output x", "write --output"),
+    ("base lora —dtype bf16", "write lora-merge base lora --dtype bf16"), ("base lora –o x", "write lora-merge base lora -o x"), ("base lora -output x", "write lora-merge base lora --output x"),
     ("base + lora", "leave it out"), ("base lora.safetensors:0.8:0.5", "write lora.safetensors:0.8, or by part lora.safetensors:1,unet=0.8,te=0.5"),
     ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
     ("base lora --rank 16", "for --rank 16, use lora-merge resize lora --rank 16 first, as a merge keeps the rank; write lora-merge base lora"),
      ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write lora-merge base lora:0.8"),
-    ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
-    ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
+    ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "write lora-merge base lora -o out.safetensors"),
+    ("base lora -o x.safetensors.", "write lora-merge base lora -o x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
     ("svd_merge_lora lora", "write lora-merge combine lora"), ("resize lora --new_rank 4", "write lora-merge resize lora --rank 4"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
 ])  # fmt: skip
 def test_mistakes_of_beginners_are_answered(run: Run, words: str, fix: str) -> None:
@@ -187,6 +187,29 @@ def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, r
     assert code == 2
     assert err.endswith(f"fix:   write lora-merge base {right} --dry-run\n")
     assert run("base", *right.split(), "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(("words", "fix"), [
+    (["base,lora"], "write lora-merge base lora"), (["base lora"], "write lora-merge base lora"),
+    (["base", "lora=0.8,loras/ink=0.5"], "write lora-merge base lora.safetensors:0.8 loras/ink.safetensors:0.5"),
+    (["base", "^", "lora"], "leave it out; adapters follow the base"),
+    *((["base", text], 'write "$LORA", or the path itself') for text in ("%LORA%", "$env:LORA", "$LORA:0.8", "${LORA}")),
+])  # fmt: skip
+def test_words_of_another_shell_and_lists_are_answered(run: Run, words: list[str], fix: str) -> None:
+    assert run(*words)[2].partition("fix:   ")[2].startswith(fix) or os.name == "nt"
+
+
+@pytest.mark.parametrize(("before", "strength"), [("", "1"), ("0.7:", "0.7"), ("0.7:0.3:", "1,unet=0.7,te=0.3")])
+def test_block_weights_after_strengths_are_lbw(run: Run, before: str, strength: str) -> None:
+    weights = ",".join(["1", *"0" * 16])
+    assert run("base", f"lora:{before}{weights}")[2].endswith(f"write lora-merge base lora:{strength},lbw={weights}\n")
+
+
+def test_program_may_be_named_twice_and_executors_have_any_case(run: Run) -> None:
+    assert run("lora-merge", "base", "lora", "--dry-run") == run("base", "lora", "--dry-run")
+    assert run("plan", "base", "lora") == run("base", "lora", "--dry-run")
+    Path("jobs.yaml").write_text("version: 1\njobs: [{base: base, adapters: [lora], output: o}]")
+    assert run("batch", "jobs.yaml", "--executor", "Local", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize("text", ["lora:0.8,te=abc", "lora:0.8,te=0=1"])
@@ -420,6 +443,10 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run, name: str) -> No
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
     ("--dtype fp64", "--dtype fp32"), ("--dtype q9_0", "--dtype q8_0"), ("--dtype int16", "use one of fp16, bf16"), ("--dtype awq", "use one of nf4"),
+    ("--on-overflow clip", "--on-overflow saturate"), ("--unmatched ignore", "--unmatched skip"), ("--seed -1", "--seed 0"),
+    ("--method ties --density 50", "--density 0.5"), ("--strength-for te", "--strength-for te=0.5"), ("--strength-for lbw=midd", "lbw=MIDD"),
+    ("--strength-for attn2=0.5", "--strength-for '*attn2*=0.5'"), ("--json=r.json", "--report r.json"), ("--report --dtype bf16", "write its value after --report"),
+    ("/overwrite", "--overwrite"), ("—dtype=bf16", "--dtype=bf16"), ("-o x.safetensor", "-o x.safetensors"),
     ("--dtype zz", "bf16; lora-merge help merge lists all"), ("--method linear", "--method sum"), ("--device gpu0", "--device cuda:0"),
     ("--device 0,1", "--device cuda:0,cuda:1"), ("--device metal", "--device mps"), ("--max-memory 1e9", "--max-memory 1GB"),
     ("--max-memory -5", "--max-memory 5GB"), ("--max-vram 4gigs", "--max-vram 4GB"), ("--max-memory lots", "like 512MiB"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
@@ -801,7 +828,7 @@ def test_other_commands_have_values_of_every_tensor_on_request_too(run: Run, wor
 
 
 @pytest.mark.parametrize(("words", "right"), [
-    ("base lora :0.8 --dry-run", "base lora:0.8 --dry-run"), ("base lora --max-memory 4 GB", "base lora --max-memory 4GB"),
+    ("base lora :0.8 --dry-run", "base lora:0.8 --dry-run"), ("base lora: 0.8", "base lora:0.8"), ("base lora --max-memory 4 GB", "base lora --max-memory 4GB"),
     ("base lora --max-memory=1.5 gib", "base lora --max-memory=1.5gib"),
 ])  # fmt: skip
 def test_space_inside_a_word_is_closed(run: Run, words: str, right: str) -> None:

@@ -34,7 +34,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file lacks]",
     "leave it out, or average changes: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
-    "leave it out, or write --dtype ……":
+    "leave it out, or write --dtype … or another that quantises":
         "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "leave it out; adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base + lora-leave it out]",

@@ -385,6 +385,18 @@ SLIPS = [
     ("average(['ink', 'oil'], 'out', weights=[0.7])", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', weights='0.7,0.3')", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weight=[0.7, 0.3])", "did you mean weights?"),
+    *((f"average(['ink', 'oil'], 'out', weights={text})", "write weights=[0.7, 0.3]") for text in ("'0.7;0.3'", "'[0.7 0.3]'", "{'ink': 0.7, 'oil': 0.3}")),
+    ("average('ink', 'oil')", 'write average(["ink", "oil"], "out.safetensors")'),
+    ("resize('ink', 'out', rank='energy:95')", 'write rank="energy:0.95"'),
+    ("merge('base', 'ink', 'out', dtype='fp64')", 'write dtype="fp32"'),
+    ("merge('base', ['ink', 'oil'], 'out', strengths={'oil': 0.5})", "write strengths=[1.0, 0.5]"),
+    ("merge('base', ['ink', 'oil'], 'out', strengths={'model': 0.5})", 'write strength_for={"model": 0.5}'),
+    ("merge('base', ['ink', 'oil'], 'out', strengths=['1', '0.5'])", "write strength=[1, 0.5]"),
+    ("combine(['ink', 'oil'], [0.5, 0.5])", "write strengths=[0.5, 0.5]"),
+    ("merge_state_dict(STATE, 'ink', 'oil')", 'write merge_state_dict(state_dict, ["ink", "oil"])'),
+    ("merge_state_dict(STATE, 'ink', 0.8)", 'write merge_state_dict(state_dict, ("ink", 0.8))'),
+    ("merge(['base', 'ink'])", 'write merge("base", ["ink"])'), ("extract(['base', 'm'])", 'write extract("base", "m")'),
+    ("extract('base', 'm', 1)", "write rank=1"),
     ("average(['ink', 'oil'], 'out', ema='0.9')", "write ema=0.9"),
     ("average('[io]*.safetensors', 'out')", 'write adapters=["ink.safetensors", "oil.safetensors"]'),
     ("average('ink', 'out')", 'write adapters=["ink"]'),
@@ -542,6 +554,8 @@ def corrected(call: str, fix: str) -> str | None:
         given[right[1]] = given.pop(wrong)
     elif right := re.fullmatch(r"write (\w+)=(.*?)(?:, and one call for each)?", fix):
         given.pop("strengths", None)
+        named = [name for name, value in zip(placed, outer.args, strict=False) if ast.unparse(value) == right[2]]
+        given = {name: value for name, value in given.items() if name not in named}
         given |= {right[1]: ast.parse(right[2].replace("adapter.", "load_adapter('ink')."), mode="eval").body}
         if right[1] == "weights" and "adapters" in placed:  # the snapshots are paths alone
             given["adapters"] = ast.parse("['ink', 'oil']", mode="eval").body
@@ -568,7 +582,7 @@ def test_proposed_call_works(
     monkeypatch.chdir(tmp_path / "tiny")
     while True:
         try:
-            eval(right, {"STATE": STATE, "NET": NET, "JOB": JOB}, Names())
+            eval(right, {"STATE": STATE, "state_dict": STATE, "NET": NET, "JOB": JOB}, Names())
             return
         except UsageError as e:
             assert e.what.endswith("is missing") or e.what.startswith("no adapter"), (right, e)
