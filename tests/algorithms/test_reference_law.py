@@ -29,7 +29,7 @@ from tests.algorithms.peft_examples import ALL_EXAMPLES
 from tests.algorithms.pipeline import Stacked
 from tests.mutator import Change, changes
 
-MODULES = ("lycoris", "peft", "recent", "rotations", "transforms")
+MODULES = ("lycoris", "peft", "rotations")
 
 
 EXTRA: dict[str, list[Example]] = {
