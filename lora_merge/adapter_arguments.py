@@ -17,12 +17,14 @@ from .text import python_code
 _NUMBER: Final = r"=?(?P<value>-?[0-9]*[.,]?[0-9]+)(?:(?P<percent>%)|/(?P<below>[0-9]+))?"
 """A number as people write it: 0,8 or 80% or 4/5, also with the = of -s=0.8."""
 
-_TAG: Final = (
-    r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?"
-    r"(?::(?:lbw=)?(?P<lbw>[A-Z][A-Z0-9]*|[0-9.]+(?:,[0-9.]+)+))?(?::dyn=[0-9]+)?>"
+_TAG: Final = r"<\w+:(?P<path>[^:<>]+)(?P<items>(?::[^:<>]*)*)>"
+"""An adapter in the prompt of a web interface. Source: stable-diffusion-webui,
+extensions-builtin/Lora/extra_networks_lora.py."""
+
+_TAG_ITEM: Final = (
+    r"(?:(?P<name>te|unet|lbw|dyn)=)?(?:(?P<number>[0-9.]+)|(?P<blocks>[A-Z][A-Z0-9]*|[0-9.]+(?:,[0-9.]+)+))"
 )
-"""An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
-U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
+"""A strength behind the path of a tag, of the text encoders first and then of the U-Net, or block weights."""
 
 LONGEST_WORD: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
 
@@ -121,15 +123,23 @@ def of_tags(text: str) -> list[tuple[str, str, str]]:
         [('style.safetensors', '0.8', '')]
     """
     tags = [re.fullmatch(_TAG, part) for part in re.findall("<[^<>]*>", text)]
-    if not all(tags) or exists(text):
-        return []
-    return [_of_tag(tag.groupdict()) for tag in tags if tag]
+    adapters = [_of_tag(tag["path"], tag["items"]) for tag in tags if tag]
+    return [] if exists(text) or None in (*tags, *adapters) else [*filter(None, adapters)]
 
 
-def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
-    both = f"unet={tag['unet']},te={tag['te']}" if tag["unet"] else ""
-    by_block = f"lbw={tag['lbw']}" if tag["lbw"] else ""
-    return _named(str(tag["path"])), "1" if both else tag["te"] or "1", ",".join(filter(None, (both, by_block)))
+def _of_tag(path: str, items: str) -> tuple[str, str, str] | None:
+    values, free = dict[str, str](), ["te", "unet"]
+    for item in filter(None, items.split(":")):
+        match = re.fullmatch(_TAG_ITEM, item)
+        if match is None:
+            return None
+        name = match["name"] or ("lbw" if match["blocks"] else next(iter(free), ""))
+        values[name] = match["number"] or match["blocks"]
+        free = [other for other in free if other != name]
+    parts = [f"{part}={values[part]}" for part in ("unet", "te") if part in values and "unet" in values]
+    parts += [f"lbw={values['lbw']}"] if "lbw" in values else []
+    strength = "1" if "unet" in values else values.get("te", "1")  # the first number is for both
+    return _named(path), strength, ",".join(parts)
 
 
 def _named(path: str) -> str:

@@ -107,6 +107,8 @@ def check_two(text: str) -> None:
         raise UsageError("two strengths after one file", text[:200], fix).instead(
             text, f"{two['path']}:1,unet={two['unet']},te={two['te']}"
         )
+    if (preset := re.fullmatch(r"(.+:-?[0-9.]+):([A-Z][A-Z0-9]{2,})", text)) and not exists(text):
+        raise _other_syntax("a list of block weights", text, f"{preset[1]},lbw={preset[2]}")
 
 
 def _several_strengths(text: str, path: str) -> UsageError:
@@ -155,8 +157,8 @@ def check_variable(text: str) -> None:
 
 def check_list(text: str) -> None:
     """Raise UsageError for files in one word, each with a strength or without."""
-    several = [word for word in re.split(r"[,;\s]+", text) if word]
-    if several in ([], [text]) or exists(text):
+    several = [word for word in re.split(r"[,;+\s]+", text) if word]
+    if several in ([], [text]) or exists(with_found_ending(text)):
         return
     if all(exists(with_found_ending(split_strength(word)[0])) for word in several):
         raise _other_syntax("a list of files", text, *several)

@@ -29,6 +29,7 @@ FOREIGN_COMMANDS: Final = {
             "run",
             "apply",
             "bake",
+            "cp",
             "fuse",
             "add",
             "join",

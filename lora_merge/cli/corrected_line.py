@@ -263,7 +263,8 @@ def _path(word: str, wrong: str, right: str) -> str:
 
 def _part(word: str, wrong: str, right: str) -> str:
     """Return a word with another part of a model in it, or another factor of one; "" if it has not the wrong part."""
-    new = re.sub(rf"(?<![^,:]){re.escape(wrong)}(?=[=,]|$)", lambda _: right, word) if "=" in word else word
+    before = "(?<![^,:])" if right else "[,:]"  # a part that is left out has no comma
+    new = re.sub(rf"{before}{re.escape(wrong)}(?=[=,]|$)", lambda _: right, word) if "=" in word else word
     return new if new != word else ""
 
 

@@ -16,9 +16,10 @@ from ..adapter_arguments import right_form
 from ..addresses import split
 from ..command import MERGE
 from ..errors import MergeError, UsageError
+from ..files.file_signatures import LONGEST_BEGINNING, is_mergekit, of_mergekit
 from ..merge_methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS
-from ..paths import exists, expand, split_strength, with_found_ending
+from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
@@ -47,6 +48,7 @@ from .typed_line import (
     Setting,
     TypedLine,
     TypedStrength,
+    looks_like_path,
     names_file,
     numbers_in,
     right_value,
@@ -320,7 +322,7 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     most = len(files) if command.several or command.merges else max(first, 1)
     models = [word for word in filter(names_file, files[1:]) if not is_adapter(_Term.of(word).path)]
     of_adapters = first == 0 and bool(command.options)
-    swapped = bool(reading.foreign and first == 1 and models)
+    swapped = bool(reading.foreign and first == 1 and (models or any(map(is_adapter, filter(names_file, files[:1])))))
     swapped |= of_adapters and not all(is_adapter(_Term.of(word).path) for word in files)
     swapped |= first == 2 and len(models) < len([*filter(names_file, files[1:])])
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
@@ -456,6 +458,9 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
     names = [name for name in values if name.startswith("-") and not right_form(name)]
     foreign = [name for name in names if _is_foreign(name, known, command)]
+    misspelt = [name for name in names if hyphened(name) not in known and alike(hyphened(name), known)]
+    if len({*foreign, *misspelt}) > 1:  # one alone has its own error
+        foreign = [name for name in names if name in (*foreign, *misspelt)]
     correction = corrected_line(command, args, commands)
     if foreign:
         what = f"there is no option {' nor '.join(foreign)} here"
@@ -473,23 +478,67 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
 
 
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
-    """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`."""
+    """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`, or
+    a configuration of one."""
     plain = [*dropwhile(lambda word: word in LAUNCHERS, args)]
     named = [*takewhile(lambda word: word.endswith(".py") or not (word.startswith("-") or names_file(word)), plain)]
-    command = next(filter(None, map(_command_of, named)), "")
+    command = next(filter(None, (_command_of(word, commands) for word in named)), "")
+    rest, files = _with_settings(plain[len(named) :])
     options, known = [arg.partition("=")[0] for arg in args if arg.startswith("-")], flags(commands[MERGE].params)
-    if named and (command or any(_is_foreign(name, known, MERGE) for name in options)):
-        correction = corrected_line(command or MERGE, plain[len(named) :], commands, program=True)
+    is_program = any(word in FOREIGN_COMMANDS or word.endswith(".py") for word in named) and command
+    if files or is_program or (named and any(_is_foreign(name, known, MERGE) for name in options)):
+        correction = corrected_line(command or MERGE, rest, commands, program=True)
         if correction is not None:
-            raise UsageError("there is neither such a command nor such a file", " ".join(named), _fix(correction, ()))
+            what = "there is neither such a command nor such a file"
+            what = what if named else "this is a configuration of another program"
+            raise UsageError(what, " ".join(named or files), _fix(correction, ()))
 
 
-def _command_of(word: str) -> str:
+def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a line with the files and outputs of a configuration, such as one of Axolotl, as options in its place, but
+    those of which the line has one; and the configurations. UsageError for one of mergekit."""
+    words, files = list[str](), list[str]()
+    stated = {_role(arg) for arg in args if arg.startswith("-")}
+    for word in args:
+        fields = _fields(word) if word.endswith((".yaml", ".yml")) and exists(word) else {}
+        if is_mergekit(fields):
+            raise of_mergekit(word)
+        roles = {name: _role(f"--{name}") for name, value in fields.items() if isinstance(value, str)}
+        roles = {name: role for name, role in roles.items() if role in OF_FILES - stated}
+        roles = {name: r for name, r in roles.items() if r == "-o {}" or looks_like_path(fields[name])}
+        settings = [f"--{name}={fields[name]}" for name in roles]
+        words += settings or [word]
+        files += [word] * bool(settings)
+    return words, files
+
+
+OF_FILES: Final = frozenset({Role.BASE, Role.ADAPTERS, Role.MODEL, Role.TUNED, "-o {}"})
+"""The roles of options whose values name files."""
+
+
+def _role(option: str) -> str:
+    """Return the role of an option of another program for a merge; "" for none."""
+    forms = meaning.forms if (meaning := meaning_of(option)) else ()
+    return next((form for form in forms if form in OF_FILES), "")
+
+
+def _fields(path: str) -> Mapping[str, Any]:
+    """Return the fields of a YAML file that is no jobs file; {} for others."""
+    from ..files.yaml_source import parse, read_text
+
+    try:
+        fields = parse(read_text(expand(path), LONGEST_BEGINNING), path).value
+    except (OSError, MergeError):  # the command itself reports it
+        return {}
+    return fields if isinstance(fields, dict) and not {"jobs", "base", "adapters"} & fields.keys() else {}
+
+
+def _command_of(word: str, commands: Collection[str]) -> str:
     """Return the command of ours that does what a program with this name does, by the verb in the name; "" for
     others."""
     name = re.sub(r".*[\\/]|\.py$", "", word).replace("-", "_")
     verbs = (FOREIGN_COMMANDS.get(verb, verb) for verb in (name, *re.split("[_.]", name)))
-    return next((verb for verb in verbs if verb in COMMANDS), "")
+    return "" if word.endswith(ENDINGS) else next((verb for verb in verbs if verb in commands), "")
 
 
 def _is_foreign(name: str, known: Collection[str], command: str) -> bool:

@@ -27,7 +27,6 @@ from .foreign_names import (
     NOT_KNOWN,
     ONLY_PARTS,
     OTHER_VALUES,
-    SIMILAR,
     STRENGTH_FORMS,
     UNKNOWN,
     Role,
@@ -139,7 +138,7 @@ class TypedLine:
         """Return the form of an option, and the advice on it."""
         name, meaning = hyphened(option), None
         if name not in self.known and (meaning := meaning_of(option, self.known)) is None:
-            name = next(iter(alike(name, self.known, SIMILAR)), name)
+            name = next(iter(alike(name, self.known)), name)
         if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
             return Role.STRENGTH, STRENGTH_FORMS
         if name in self.known:
@@ -180,7 +179,7 @@ class TypedLine:
         plain = not names_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
         of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not names_file
-        of_file = of_file and (not _looks_like_path(value) or bool(other))
+        of_file = of_file and (not looks_like_path(value) or bool(other))
         if hyphened(option) not in self.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
             return Role.LEFT_OUT, NOT_KNOWN
         if form == Role.BASE and self.required < 2:  # of replay, unmerge
@@ -206,10 +205,10 @@ class TypedLine:
                 self.open.append((f"{option} {word}", advice))
                 continue
             of_program = word.endswith((".yaml", ".yml", ".py")) and self.command.options
-            if not named and (of_program or not (form or _may_be_file(word))):
+            if our_words == [word] and not named and (of_program or not (form or _may_be_file(word))):
                 self.left_out.append((word, NOT_KNOWN))
                 continue
-            if form and not all(map(_looks_like_path, our_words)):
+            if form and not all(map(looks_like_path, our_words)):
                 self.left_out.append((f"{option} {word}", NOT_KNOWN))
                 continue
             if word not in our_words:
@@ -384,7 +383,7 @@ def names_file(word: str) -> bool:
     return exists(word) or bool(path_of(word))
 
 
-def _looks_like_path(word: str) -> bool:
+def looks_like_path(word: str) -> bool:
     """Return whether a word names a file, or is written as a path or an address is."""
     return names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
 
@@ -392,7 +391,7 @@ def _looks_like_path(word: str) -> bool:
 def _may_be_file(word: str) -> bool:
     """Return whether a word without an option is a number or a file, maybe a misspelt one; words of other programs,
     such as INALL, are in capitals."""
-    return _looks_like_path(word) or bool(numbers_in(word)) or word.islower()
+    return looks_like_path(word) or bool(numbers_in(word)) or word.islower()
 
 
 def _is_format(value: str) -> bool:

@@ -120,7 +120,7 @@ LONGEST_BEGINNING: Final = 2**16  # bytes of a text in which its fields are look
 
 JOBS_ENDINGS: Final = (".yaml", ".yml", ".csv")
 
-MERGEKIT: Final = frozenset({"merge_method", "models", "slices", "base_model", "tokenizer_source"})
+MERGEKIT: Final = frozenset({"merge_method", "models", "slices"})
 """Fields that a mergekit configuration begins with."""
 
 

@@ -142,7 +142,9 @@ def check_effect(every: Sequence[Strengths]) -> None:
     for strengths in every:
         for part, covered in strengths._labels.items():
             if used.isdisjoint(covered):
-                raise strengths._parts.refusal(part, ABSENT if strengths._absent.issuperset(covered) else NOT_CHANGED)
+                what = ABSENT if strengths._absent.issuperset(covered) else NOT_CHANGED
+                factor = dict(strengths._factors)[part]
+                raise strengths._parts.refusal(part, what).instead(f"{part}={factor:g}", "")
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ class Parts:
         near = [
             every[name]
             for name in get_close_matches(text[:MOST_COMPARED].lower(), every, 2, 0.75)
-            if name != text.lower()
+            if text.lower() not in every
         ]
-        keys = self._names.shapes if self._names else ()
+        keys = self._names.shapes if self._names and text.lower() not in every else ()
         if not near and re.fullmatch(r"\w{2,}", text) and any(text in key for key in keys):
             near = [f"*{text}*"]
         fix = f"did you mean {' or '.join(near)}? " if near else ""

@@ -30,6 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save({k: v for k, v in kohya(base).items() if "alpha" not in k}, path / "bare.safetensors")
     denoiser = {k: v for k, v in base.items() if "cond_stage" not in k}
     save(denoiser, path / "denoiser.safetensors")
+    fields = {
+        "base_model": "./base.safetensors",
+        "adapter": "lora",
+        "lora_model_dir": "./one.safetensors",
+        "learning_rate": 1e-4,
+        "output_dir": "./merged",
+    }
+    (path / "axolotl.yml").write_text("\n".join(f"{name}: {value}" for name, value in fields.items()))
+    (path / "mergekit.yml").write_text("merge_method: ties\nmodels: []\n")
     save(kohya(denoiser), path / "flat.safetensors")
     return path
 
@@ -147,6 +156,12 @@ LINES = {
     "--base_weights one --base_weights_multiplier 0.5 --base base": "base one:0.5", "svd_merge one:0.8 two:0.5 --new_rank 2 -o both": "combine one:0.8 two:0.5 -o both --rank 2",
     "base one two --method dare_ties --drop_rate 0.4": "base one two --method dare_ties --density 0.6", "ema one two": "average one two",
     "base one --output_dtype BFLOAT_16": "base one --dtype bf16", "base one --mixed_precision fp16": "base one --dtype fp16",
+    # Configurations of other programs, files joined by a plus, tags with names, block weights by a preset
+    "axolotl merge-lora axolotl.yml": "./base.safetensors ./one.safetensors -o ./merged", "axolotl.yml": "./base.safetensors ./one.safetensors -o ./merged",
+    "axolotl merge-lora axolotl.yml --lora-model-dir=two --output-dir x": "./base.safetensors two -o x",
+    "base+one -o x": "base one -o x", "base <lora:one:te=0.5:unet=0.8:dyn=64>": "base one.safetensors:1,unet=0.8,te=0.5",
+    "base one:0.8:NONE two:0.5:ALL": "base one:0.8,lbw=NONE two:0.5,lbw=ALL",
+    "base one --stength 0.7 --ouput x": "base one:0.7 --output x", "cp base one out.safetensors": "base one -o out.safetensors",
     # What has no counterpart
     "base one --bogus": "base one", "base one --fp16 --export_legacy_format False --mem_eff_load_save": "base one --dtype fp16",
     "base one --save-as-fp8": "base one --dtype fp8_scaled", "base one --log_file x.log --lora_count 3": "base one", "base one --no-cuda": "base one --device cpu",
@@ -187,6 +202,8 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --exclude_patterns blocks.0 --half", ["for --exclude_patterns blocks.0, use --strength-for", "write lora-merge base one --dtype fp16"]),
     ("base one --gpu 0,1", ["for --gpu 0,1, use --device cuda; write lora-merge base one"]),
     ("base one --save_precision nothing", ["for --save_precision nothing, use --dtype fp16, bf16 or fp32; write lora-merge base one"]),
+    ("info one", ["write lora-merge inspect one\n"]), ("mergekit-yaml mergekit.yml x --cuda", ["a mergekit configuration", "lora-merge extract"]),
+    ("base flat:1,unet=0.5,te=0.3", ["write lora-merge base flat:1,unet=0.5\n"]),
     ("denoiser flat --te 0.5", ["leave it out: the base has no text encoder; write lora-merge denoiser flat"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),

@@ -75,7 +75,7 @@ def test_diff_extracts_whole_matrices(run: Run) -> None:
 @pytest.mark.parametrize(
     ("word", "right"),
     [
-        ("info", "inspect … (say what a file is"),
+        ("info", "write lora-merge inspect lora.safetensors"),
         ("cmp", "compare … (say where two models differ"),
         ("inspct", "inspect … (say"),
         ("algo", "did you mean lora-merge algorithms …"),
