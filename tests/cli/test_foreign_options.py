@@ -204,6 +204,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --save_precision nothing", ["for --save_precision nothing, use --dtype fp16, bf16 or fp32; write lora-merge base one"]),
     ("info one", ["write lora-merge inspect one\n"]), ("mergekit-yaml mergekit.yml x --cuda", ["a mergekit configuration", "lora-merge extract"]),
     ("base flat:1,unet=0.5,te=0.3", ["write lora-merge base flat:1,unet=0.5\n"]),
+    ("average one two --weights 70,30", ["add up to 1, these to 100", "write lora-merge average one two --weights 0.7,0.3\n"]),
     ("denoiser flat --te 0.5", ["leave it out: the base has no text encoder; write lora-merge denoiser flat"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
