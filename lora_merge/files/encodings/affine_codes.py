@@ -38,7 +38,7 @@ class Affine(Encoding):
         return levels.mul_(scale).add_(bias)
 
     def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
-        """Return codes, scales and biases; those of a group are kept if they cover the new numbers."""
+        """Return codes, scales and biases; those of a group are kept if they cover the new values."""
         from . import bit_packing, stochastic_rounding
 
         groups = values.view(-1, self.group)
@@ -66,7 +66,7 @@ class Affine(Encoding):
         self, ends: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
         """Return (scales, biases) of groups with these ranges: the old ones if they cover the range and use most of
-        their codes, else new ones by mlx's rule, a little wider if the stored numbers would not cover the range.
+        their codes, else new ones by mlx's rule, a little wider if the stored values would not cover the range.
 
         mlx's rule: one end of the range is the bias, the end farther from zero, and zero is a whole code.
         """
@@ -91,7 +91,7 @@ class Affine(Encoding):
         return torch.where(over, step, scale), torch.where(over, rounded[0], bias)
 
     def _rounded(self, numbers: Tensor, up: Tensor | None = None) -> Tensor:
-        """Return numbers as the file can hold them, in fp32: the nearest, or the next one above or below."""
+        """Return values as the file can hold them, in fp32: the nearest, or the next one above or below."""
         import torch
 
         from . import arithmetic

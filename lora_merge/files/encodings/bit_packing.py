@@ -58,7 +58,7 @@ def in_stream(numbers: Tensor, bits: int) -> Tensor:
 def from_planes(raw: Tensor, bits: int) -> Tensor:
     """Return the whole numbers of 2 to 7 bits in bytes as SDNQ packs them, as uint8.
 
-    Some of the numbers that are packed together are in the lowest bits of a byte each; of the others, parts are above
+    Some of the values that are packed together are in the lowest bits of a byte each; of the others, parts are above
     them: the higher a part of the number, the later the byte.
     """
     if bits in (2, 4):
@@ -113,12 +113,12 @@ def indices(numbers: Sequence[int]) -> Tensor:
 
 
 def repeated(groups: int, count: int) -> Tensor:
-    """Return the group of each of `count` numbers, in groups of one size."""
+    """Return the group of each of `count` values, in groups of one size."""
     return torch.arange(groups).repeat_interleave(count // groups)
 
 
 def divided(first: int, count: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Return row and column of `count` consecutive numbers of a matrix, from number `first` on."""
+    """Return row and column of `count` consecutive values of a matrix, from value `first` on."""
     return parted(torch.arange(first, first + count), cols)
 
 

@@ -1,6 +1,6 @@
 """Codes that choose from tables which were fitted to each weight, or whose scales were. They are read, never written.
 
-`Aqlm`: some numbers of a row are the sum of one entry of each codebook, times a scale of the row. Codes are stored in
+`Aqlm`: some values of a row are the sum of one entry of each codebook, times a scale of the row. Codes are stored in
 two's complement. `GroupedCodebook` (asym_w4a8_int8): 4 or 6 bits, a level of a table times a scale of its group,
 rounded to int8, times a scale of its row; rotated. `Columns` (awq_w4a16): (q − 8) · s + z with s and z for each group
 of columns, stored column by column.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BOOK: Final = "book"
-"""Role of the numbers that codes choose from."""
+"""Role of the values that codes choose from."""
 
 ROW_SCALE: Final = "row"
 """Role of the scales of rows."""
@@ -34,7 +34,7 @@ class Aqlm(Encoding):
     cols: int = 0
     books: int = 1
     entries: int = 0  # of each codebook
-    width: int = 8  # numbers of an entry
+    width: int = 8  # values of an entry
     wide: bool = False  # whether a code takes two bytes
     numbers: str = "F16"  # dtype of the codebooks
     scales: str = "F16"

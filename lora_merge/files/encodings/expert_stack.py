@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack(Encoding):
-    """The numbers of another encoding, matrix after matrix; `group` is the size of one."""
+    """The values of another encoding, matrix after matrix; `group` is the size of one."""
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
     name: ClassVar[str] = "stacked"
@@ -26,7 +26,7 @@ class ExpertStack(Encoding):
         return self.inner.block_of_scale
 
     def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+        """Return the values in fp32."""
         import torch
 
         each = self._each(parts, count)

@@ -34,7 +34,7 @@ WHOLE_SCALE: Final = "whole"
 """Role of the scale of the whole weight."""
 
 PRE: Final = "pre"
-"""Role of the numbers by which a layer multiplies its inputs: W = decoded · diag(p)."""
+"""Role of the values by which a layer multiplies its inputs: W = decoded · diag(p)."""
 
 LARGEST_CODE: Final = 6.0  # of e2m1
 LAST_STEP: Final = 2.0  # between the two largest codes
@@ -91,13 +91,13 @@ class Fp4(Encoding):
         return numbers.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else numbers
 
     def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
-        """Return codes and scales of blocks; None if the scale of the whole weight does not cover the numbers."""
+        """Return codes and scales of blocks; None if the scale of the whole weight does not cover the values."""
         from . import arithmetic
 
         count = values.numel()
         if self.needs_largest and not parts[WHOLE_SCALE].item():
             return None
-        # The numbers in the basis and order of the file.
+        # The values in the basis and order of the file.
         if self.turned:
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
         if PRE in parts:
@@ -129,7 +129,7 @@ class Fp4(Encoding):
         )
 
     def _refitted(self, blocks: Tensor, old: Tensor, parts: PartNumbers) -> Tensor | None:
-        """Return the scales of blocks: the old ones, the same tensor, where all of them cover the numbers and are not
+        """Return the scales of blocks: the old ones, the same tensor, where all of them cover the values and are not
         too coarse. None if that of the weight does not cover them; OutOfRange if there is none."""
         import torch
 
@@ -167,7 +167,7 @@ class Fp4(Encoding):
             return arithmetic.power_above(ideal)
         ideal = (ideal / whole).clamp(2.0**-9, LARGEST_SCALE)
         codes = arithmetic.cut_to_fp8(ideal, "F8_E4M3")
-        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST_CODE  # among the smallest fp8 numbers
+        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST_CODE  # among the smallest fp8 values
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
     def _pre(self, parts: PartNumbers) -> Tensor:
@@ -214,7 +214,7 @@ class Fp4(Encoding):
 
 
 def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers of blocks over their scales, flat; a block of zeros may have the scale 0."""
+    """Return the values of blocks over their scales, flat; a block of zeros may have the scale 0."""
     import torch
 
     divisor = scale if len(scale) and float(scale.amin()) > 0 else torch.where(scale > 0, scale, inf)
@@ -271,7 +271,7 @@ def fp4(
         return None
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
-    # So many numbers are decoded together as share a scale, a row of factors, or a tile of scales.
+    # So many values are decoded together as share a scale, a row of factors, or a tile of scales.
     kind = "F8_E4M3" if nv else E8M0
     part = WeightPart(scale, TILE * cols, tiles) if swizzled else WeightPart(scale, size, 1)
     together = part.numbers if swizzled else cols if of.pre is not None else size

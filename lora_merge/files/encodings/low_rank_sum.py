@@ -1,6 +1,6 @@
 """Codes plus a product of two factors, perhaps rotated: W = (decoded + up · down) · H.
 
-`LowRank` adds the product to another encoding: the factors stay as they are, and what they leave of new numbers is
+`LowRank` adds the product to another encoding: the factors stay as they are, and what they leave of new values is
 encoded. `LowRankSums` holds codes of other bits and of convolutions; it is read, never written.
 """
 
@@ -24,7 +24,7 @@ DOWN: Final = "down"
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Encoding):
-    """The numbers of another encoding, plus a product, in a rotated basis or not."""
+    """The values of another encoding, plus a product, in a rotated basis or not."""
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
     cols: int = 0
@@ -89,7 +89,7 @@ class LowRankSums(Encoding):
         return (1, self.shape[1]) if self.shape[2] == 1 else (0, 0)
 
     def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+        """Return the values in fp32."""
         import torch
 
         from . import arithmetic, bit_packing

@@ -90,7 +90,7 @@ class PackedInts(Encoding):
         order = self._order(parts)
         matrix = values.view(rows, self.cols)
         groups = self._groups(matrix if order is None else matrix[:, order])
-        # Their scales and zero points: the old ones if they cover the numbers.
+        # Their scales and zero points: the old ones if they cover the values.
         old, zero = self._scale(parts, rows), self._zero(parts, rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted((low, high), old, zero, parts)
@@ -177,7 +177,7 @@ class PackedInts(Encoding):
         return order
 
     def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: PartNumbers) -> tuple[Tensor, Any]:
-        """Return scales and zero points: the old ones if they cover the numbers, else the smallest that do."""
+        """Return scales and zero points: the old ones if they cover the values, else the smallest that do."""
         import torch
 
         from . import arithmetic
@@ -254,7 +254,7 @@ class SharedByteInts(Encoding):
     decode_only: ClassVar[str] = "rows that are far apart share its bytes"
 
     def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+        """Return the values in fp32."""
         from . import arithmetic, bit_packing
 
         codes = parts[CODES].view(arithmetic.BYTE)
@@ -270,7 +270,7 @@ class SharedByteInts(Encoding):
 def shared_byte_ints(
     codes: StoredTensor, scale: StoredTensor, zero: StoredTensor, group: int, **settings: Any
 ) -> Packing | None:
-    """Return how a weight of such codes is stored, `group` numbers in a row; None for scales of another dtype."""
+    """Return how a weight of such codes is stored, `group` values in a row; None for scales of another dtype."""
     if scale.dtype not in SCALE_DTYPES or zero.dtype not in SCALE_DTYPES:
         return None
     encoding = SharedByteInts.shared((1, 0), group, scales=scale.dtype, zeros=zero.dtype, **settings)

@@ -1,7 +1,7 @@
 """Codes of one byte, fp8 or whole numbers, times scales: W = (q − z) · s, the form of most quantised checkpoints.
 
 One scale belongs to the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
-Scales are kept if they cover the new numbers; each of the others is fitted again by itself.
+Scales are kept if they cover the new values; each of the others is fitted again by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ E8M0: Final = "E8M0"
 """Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
 
 SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
-"""Dtype of a tensor of scales → how its numbers are stored."""
+"""Dtype of a tensor of scales → how its values are stored."""
 
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
@@ -51,7 +51,7 @@ class ScaledTensors(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The form in which the scales are stored; "" if they are not numbers of a known kind."""
+        """The form in which the scales are stored; "" if they are not values of a known kind."""
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALE_STORAGE.get(self.scale.dtype, "")
 
 
@@ -79,11 +79,11 @@ class ScaledCodes(Encoding):
 
     @property
     def common(self) -> str:
-        """Role of the scale of the whole weight; "" if new numbers may need another."""
+        """Role of the scale of the whole weight; "" if new values may need another."""
         return "" if self.block[0] or self.new_scales else SCALE
 
     def factor_of(self, parts: PartNumbers) -> float:
-        """Return the scale of the whole weight; 1 for numbers in units of it."""
+        """Return the scale of the whole weight; 1 for values in units of it."""
         return float(self._scale(parts, 0) * self.factor) if SCALE in parts else 1.0
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
@@ -138,7 +138,7 @@ class ScaledCodes(Encoding):
                 if not (bottom <= float(least) and float(most) <= top):
                     return None
             drawn = self._drawn(levels, parts)
-            if self.new_scales:  # the scale was made for the largest of all numbers
+            if self.new_scales:  # the scale was made for the largest of all values
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
             codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
             return None if codes is None else {CODES: codes}
@@ -161,7 +161,7 @@ class ScaledCodes(Encoding):
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
 
     def _levels(self, blocks: Tensor, scale: Tensor) -> Tensor:
-        """Return the numbers of blocks over their scales; 0 if a scale is 0."""
+        """Return the values of blocks over their scales; 0 if a scale is 0."""
         import torch
 
         return blocks / (torch.where(scale > 0, scale, inf).to(blocks.dtype) * self.factor)
@@ -242,7 +242,7 @@ class ScaledCodes(Encoding):
         return matrices.view(len(matrices), -(-rows // high), high, -(-cols // wide), wide)
 
     def _flat(self, blocks: Tensor, count: int) -> Tensor:
-        """Return the numbers of `_blocks` in their order, without the padding."""
+        """Return the values of `_blocks` in their order, without the padding."""
         matrices, _, high, _, _ = blocks.shape
         cols = self.shape[1]
         rows = count // cols // matrices
@@ -257,7 +257,7 @@ class ScaledCodes(Encoding):
         return numbers.view(matrices, -1, 1, self._columns, 1)
 
     def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: PartNumbers) -> Tensor:
-        """Return the scales: the old ones if they cover the numbers, else the smallest that do."""
+        """Return the scales: the old ones if they cover the values, else the smallest that do."""
         import torch
 
         from . import arithmetic
@@ -281,7 +281,7 @@ class ScaledCodes(Encoding):
     def _fitted_with_zero(
         self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
-        """Return scales and zero points: the old ones if they cover the numbers."""
+        """Return scales and zero points: the old ones if they cover the values."""
         import torch
 
         from . import arithmetic
@@ -330,7 +330,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
     if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1 and rows % TILE):
         return None
-    # Consecutive numbers of the weight, and the scales that belong to them.
+    # Consecutive values of the weight, and the scales that belong to them.
     up, across, whole = -(-rows // block[0]), -(-cols // block[1]), rows % block[0] == 0
     numbers, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
     count = matrices * up * across
@@ -340,7 +340,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     zeros = of.zero.dtype if of.zero is not None else ""
     if size != count or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != count)):
         return None
-    # The parts, and the numbers that are decoded together.
+    # The parts, and the values that are decoded together.
     parts = {SCALE: WeightPart(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
         parts[ZERO] = WeightPart(of.zero, numbers, scales)

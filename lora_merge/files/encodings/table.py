@@ -24,9 +24,9 @@ REFIT_BELOW: Final = 0.8  # share of a block's scale below which it is fitted ag
 
 @dataclass(frozen=True, eq=False)
 class TableCodes(Encoding):
-    """4-bit codes by a table, times a scale for each block of consecutive numbers."""
+    """4-bit codes by a table, times a scale for each block of consecutive values."""
 
-    size: int = 64  # numbers with one scale
+    size: int = 64  # values with one scale
     nested: int = 0  # scales with one scale; 0 without double quantisation
     offset: float = 0.0
     name: ClassVar[str] = "bnb4"
@@ -57,7 +57,7 @@ class TableCodes(Encoding):
         from . import arithmetic, stochastic_rounding
         from .nearest_codes import nearest
 
-        # The blocks whose scales do not cover their numbers, or are too coarse.
+        # The blocks whose scales do not cover their values, or are too coarse.
         count = values.numel()
         ragged = -count % self.size
         padded = (torch.nn.functional.pad(values, (0, ragged)) if ragged else values).view(-1, self.size)
@@ -91,7 +91,7 @@ class TableCodes(Encoding):
     def _fitted(
         self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartNumbers
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return scales as stored and as numbers: the old ones if they cover the numbers, else new ones."""
+        """Return scales as stored and as values: the old ones if they cover the values, else new ones."""
         import torch
         from torch.nn.functional import pad
 
@@ -120,14 +120,14 @@ class TableCodes(Encoding):
 
 @dataclass(frozen=True, eq=False)
 class Fnuz(Encoding):
-    """Numbers of one of these dtypes."""
+    """Values of one of these dtypes."""
 
     dtype: str = ""
     name: ClassVar[str] = "fnuz"
     decode_only: ClassVar[str] = "only some AMD devices have these values"
 
     def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+        """Return the values in fp32."""
         from . import arithmetic
 
         values = arithmetic.byte_values(self.dtype).index_select(0, parts[CODES].view(arithmetic.BYTE).int())

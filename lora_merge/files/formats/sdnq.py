@@ -37,7 +37,7 @@ ROTATED: Final = 256
 """Columns that are rotated together at most, where the configuration does not say it."""
 
 PACKED_BYTES: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
-"""Bits of a code → numbers that are packed together, and their bytes."""
+"""Bits of a code → values that are packed together, and their bytes."""
 
 
 class SdnqTensors(NamedTuple):

@@ -25,8 +25,8 @@ DIFFUSION_PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.", "
 
 INT32_ENTRY: Final = 5
 
-FP32_NUMBERS: Final = 1024  # numbers up to which a tensor is stored in fp32
-ROW_NUMBERS: Final = 256  # numbers of a row of a tensor that is stored in another shape
+FP32_NUMBERS: Final = 1024  # values up to which a tensor is stored in fp32
+ROW_NUMBERS: Final = 256  # values of a row of a tensor that is stored in another shape
 GGML_AXES: Final = 4  # of a tensor, in ggml
 
 
@@ -102,7 +102,7 @@ def missing_signs(tensors: Iterable[str]) -> tuple[Diffusion, tuple[str, ...]] |
 
 
 def plain_type(name: str, shape: Shape, dtype: str) -> str:
-    """Return the type of a tensor of numbers of this name and shape that is not quantised.
+    """Return the type of a tensor of values of this name and shape that is not quantised.
 
     Vectors, small tensors, and parameters of no layer, which the loader does not convert, are fp32. So are tensors of
     five axes, which ggml does not know.
