@@ -34,10 +34,10 @@ SAMPLE_STRIDE: Final = 1024
 """About one number in so many of a large tensor is read, from the base and from the adapter."""
 
 READ_RUN: Final = 2**12
-"""Numbers that are read at once from a large tensor."""
+"""Values that are read at once from a large tensor."""
 
 WHOLE_PIECE: Final = 2**20
-"""Numbers that are read at once if a tensor is read whole."""
+"""Values that are read at once if a tensor is read whole."""
 
 GRAM_SHARE: Final = 3
 """The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
@@ -74,7 +74,7 @@ def replacements(targets: Iterable[OutputTensor], base: Index, matched: Sequence
 
 
 def replaced_measures(every: Iterable[Replacement], read: Fetch) -> Iterator[Measurement]:
-    """Yield the measure of each tensor, of all its numbers or of runs that are spread evenly over it."""
+    """Yield the measure of each tensor, of all its values or of runs that are spread evenly over it."""
     for tensor in every:
         yield Measurement(tensor.target.name, measure(tensor, read))
 
@@ -103,7 +103,7 @@ def runs(tensor: Replacement, every: int = SAMPLE_STRIDE) -> Iterator[tuple[int,
 
 
 def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
-    """Return numbers of a weight from `first` on, in fp64; zeros after the stored ones."""
+    """Return values of a weight from `first` on, in fp64; zeros after the stored ones."""
     numbers = torch.zeros(count, dtype=HOST.dtype)
     if (stored_count := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
         stored = decoded(stored_numbers(weight, first, stored_count, read), weight, first, stored_count, read)
@@ -112,7 +112,7 @@ def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
 
 
 def _sums(tensor: Replacement, before: Tensor, after: Tensor) -> Measure:
-    """Return the sums over some numbers, without NaN and infinite ones."""
+    """Return the sums over some values, without NaN and infinite ones."""
     change, stored, unchanged = after - before, after, before
     if known := tensor.target.packed is None:
         stored, unchanged = (as_stored(x, TORCH_DTYPES[tensor.target.dtype]) for x in (after, before))

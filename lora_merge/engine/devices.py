@@ -281,7 +281,7 @@ def one_core() -> None:
     """Let operations that this thread starts run on this thread alone; other threads are not affected.
 
     The cores fold blocks side by side instead. Several threads in one operation would change bytes, as matrix products
-    then add in another order: 2 threads instead of 1 change 6 of 15 million numbers in fp16.
+    then add in another order: 2 threads instead of 1 change 6 of 15 million values in fp16.
     """
     torch.get_num_threads()  # the first call in a thread applies the program's own setting, which is replaced below
     for limit in _thread_limits():

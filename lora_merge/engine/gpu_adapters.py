@@ -37,7 +37,7 @@ class AdaptersOnDevice:
         self._lock = Lock()
 
     def get(self, tensor: StoredTensor | float, lane: DeviceStream) -> Tensor | None:
-        """Return all numbers of a tensor, flat, at the lane's placement, or a single number as [1, 1]; None for what is
+        """Return all values of a tensor, flat, at the lane's placement, or a single one as [1, 1]; None for what is
         not held."""
         if lane.at not in self._tensors:
             with self._lock:
@@ -111,7 +111,7 @@ def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
 
 
 def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:
-    """Yield lists of tensors, each of one piece of a file, whose numbers are aligned in it."""
+    """Yield lists of tensors, each of one piece of a file, whose values are aligned in it."""
     piece: list[StoredTensor] = []
     for info in infos:
         if piece:

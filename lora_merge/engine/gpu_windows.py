@@ -53,7 +53,7 @@ PORTABLE: Final = 1
 """cudaHostRegisterPortable: the memory is pinned for all devices."""
 
 TENSOR_ALIGNMENT: Final = 8
-"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
+"""Bytes of the widest values: a tensor of the device's bytes begins at a multiple of them in the buffer."""
 
 
 class RegisteredBuffers:
@@ -131,7 +131,7 @@ class FoldedBatch(NamedTuple):
     """Folded blocks, in another order than in their window."""
 
     folds: list[Fold]
-    work: Tensor  # their merged numbers, flat
+    work: Tensor  # their merged values, flat
     sizes: list[int]  # how many there are of each
     row_samples: list[RowSample]  # of the blocks that are sampled by rows
     by_runs: RunSample | None  # of the others
@@ -156,7 +156,7 @@ class DeviceWindows:
 
     def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[FoldResult] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
-        bytes are not numbers that the device has. `fold_task` returns a block's task, with its tensors on the host."""
+        bytes are not values that the device has. `fold_task` returns a block's task, with its tensors on the host."""
         change, ours = task.change, list[Fold]()
         results = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
         for f in change.folds:
@@ -247,7 +247,7 @@ class DeviceWindows:
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
             return NotAtOnce()
-        # Cast the merged numbers into the bytes of the output.
+        # Cast the merged values into the bytes of the output.
         for batch, dtype in zip(folded, dtypes, strict=True):
             new: Sequence[Tensor] = castable(batch.work, dtype).split_with_sizes(batch.sizes)
             drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
@@ -352,7 +352,7 @@ class DeviceWindows:
 
 
 def _note_stored(folded: FoldedBatch, stored: Sequence[Tensor]) -> None:
-    """Record in the samples what is stored, where numbers are rounded stochastically."""
+    """Record in the samples what is stored, where values are rounded stochastically."""
     numbers = {id(f.block): stored_numbers for f, stored_numbers in zip(folded.folds, stored, strict=True)}
     for sample in folded.row_samples:
         sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
@@ -397,7 +397,7 @@ def _runs(part: DeviceBatch, *, bridged: bool) -> Iterator[tuple[int, int]]:
 
 
 def _numbers(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Return a part of some bytes as numbers, flat; they share the bytes."""
+    """Return a part of some bytes as values, flat; they share the bytes."""
     return data[at : at + nbytes].view(dtype)
 
 

@@ -128,7 +128,7 @@ class MemoryPolicy:
         return max(1, min(self.share // size, self.limits.staged // moved))
 
     def call(self, work: Call[Task, Result], tasks: Sequence[Task], numbers: int) -> Result | OutOfMemory:
-        """Return the result of work on tasks of one kind, which have so many numbers, on a lane that has the memory.
+        """Return the result of work on tasks of one kind, which have so many values, on a lane that has the memory.
 
         OutOfMemory only for several tasks, which then need more calls; ResourceError if one task alone does not fit.
         """

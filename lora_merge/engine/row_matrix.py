@@ -1,6 +1,6 @@
-"""Matrices whose rows are computed on demand, and the search for their largest numbers, which reads them by rows.
+"""Matrices whose rows are computed on demand, and the search for their largest values, which reads them by rows.
 
-`largest` is exact: bits of magnitudes are counted, a few at a time, until few numbers with the known leading bits are
+`largest` is exact: bits of magnitudes are counted, a few at a time, until few values with the known leading bits are
 left, which are sorted.
 """
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMBERS: Final = 2**18
-"""Numbers of a block of rows: they stay in the caches."""
+"""Values of a block of rows: they stay in the caches."""
 
 CACHED: Final = 2**21
-"""Numbers up to which a matrix is kept in memory once it is computed, because it is read several times."""
+"""Values up to which a matrix is kept in memory once it is computed, because it is read several times."""
 
 BITS_AT_ONCE: Final = 16
-"""Bits that are counted each time that all numbers are read."""
+"""Bits that are counted each time that all values are read."""
 
 SORTED_NUMBERS: Final = 2**21
-"""Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
+"""Values that are sorted: once no more than these have the known leading bits, further bits are not counted."""
 
 INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 """Dtype → the integers of its width, and their bits without the sign: bits of magnitudes are in the order of these."""
@@ -61,7 +61,7 @@ class RowMatrix:
             yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
 
     def numel(self) -> int:
-        """Return how many numbers it has."""
+        """Return how many values it has."""
         return self.shape[0] * self.shape[1]
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -97,7 +97,7 @@ class RowMatrix:
 
 
 class Largest(NamedTuple):
-    """The numbers that are the largest in magnitude: all above a bound, and the first ones that equal it."""
+    """The values that are the largest in magnitude: all above a bound, and the first ones that equal it."""
 
     least: float  # the smallest magnitude among them
     last: int  # the place, counted row by row, of the last number of that magnitude among them
@@ -115,7 +115,7 @@ class Largest(NamedTuple):
 
 
 def largest(change: RowMatrix, count: int) -> Largest:
-    """Return which numbers are the largest `count` in magnitude."""
+    """Return which values are the largest `count` in magnitude."""
     cols = change.shape[1]
     if count <= 0 or count >= change.numel():
         return Largest(torch.inf if count <= 0 else 0.0, -1 if count <= 0 else change.numel(), cols)

@@ -26,7 +26,7 @@ Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
 
 CACHED_NUMBERS: Final = 2**24
-"""The most numbers that a `DeviceCache` keeps, of all tensors together."""
+"""The most values that a `DeviceCache` keeps, of all tensors together."""
 
 CACHE_SHARE: Final = 4
 """A `TensorCache` keeps one part in so many of the memory limit, a `DeviceCache` a quarter of that in fp32."""
@@ -86,7 +86,7 @@ class TensorCache:
 
 
 class DeviceCache:
-    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` numbers."""
+    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` values."""
 
     def __init__(self, most: int = CACHED_NUMBERS) -> None:
         self._tensors: dict[Any, Tensor] = {}
@@ -116,8 +116,8 @@ class DeviceCache:
 
 
 def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
-    """Return the stored parts of `count` numbers of a weight from `first` on, on the device of the codes, `numbers`; a
-    single number of the whole weight stays on the CPU."""
+    """Return the stored parts of `count` values of a weight from `first` on, on the device of the codes, `stored`; a
+    single value of the whole weight stays on the CPU."""
     parts = {CODES: numbers}
     for role, part in packing.parts.items():
         info, (low, size) = part.info, part.span(first, count)
@@ -144,9 +144,9 @@ def computing(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
-    """Return `count` values of a weight from `first` on, from their stored numbers; they may share memory.
+    """Return `count` values of a weight from `first` on, from their stored values; they may share memory.
 
-    Raises InputError for scales that are not positive, finite numbers, and for codes whose numbers fp32 cannot hold.
+    Raises InputError for scales that are not positive, finite values, and for codes whose values fp32 cannot hold.
     """
     encoding = weight.packing.encoding
     if encoding.plain:
@@ -163,8 +163,8 @@ def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetc
 
 
 def stored_numbers(weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
-    """Return the stored numbers of a part of a weight that is not padded, flat, read from the base: its codes as bytes
-    if they are not plain numbers."""
+    """Return the stored values of a part of a weight that is not padded, flat, read from the base: its codes as bytes
+    if they are not plain values."""
     info, encoding = weight.stored, weight.packing.encoding
     low = encoding.nbytes(first)
     if encoding.plain:
@@ -174,7 +174,7 @@ def stored_numbers(weight: Weight, first: int, count: int, fetch: Fetch) -> Tens
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
-    """Return all numbers of a weight; the padding is zeros."""
+    """Return all values of a weight; the padding is zeros."""
     count = prod(weight.shape)
     if weight.packed is not None:
         return decoded(stored_numbers(weight, 0, count, fetch), weight, 0, count, fetch).reshape(weight.shape)
@@ -209,7 +209,7 @@ def as_bytes(numbers: Tensor) -> Tensor:
 
 
 def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return stored numbers as a tensor that shares the bytes: plain ones in this shape, codes as flat bytes."""
+    """Return stored values as a tensor that shares the bytes: plain ones in this shape, codes as flat bytes."""
     return view_bytes(raw, dtype, shape) if packing.encoding.plain else view_bytes(raw, "U8", (raw.nbytes,))
 
 

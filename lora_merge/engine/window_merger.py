@@ -1,4 +1,4 @@
-"""Makes a window's output bytes from its base bytes, in memory: folded blocks, converted numbers, unchanged bytes."""
+"""Makes a window's output bytes from its base bytes, in memory: folded blocks, converted values, unchanged bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlanResults:
 
     spool: Spool  # the parts next to codes, until the files are complete
     measures: Measures = field(default_factory=Measures)
-    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were too large for its dtype
+    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many values were too large for its dtype
     uncovered: dict[str, float] = field(default_factory=dict)
     """Weight → its largest number, if the scale of the whole weight does not cover it."""
     notes: list[Note] = field(default_factory=list)
@@ -92,7 +92,7 @@ class WindowMerger:
             for low, high in _copied_ranges(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
         task.under_way.extend(self.codes.scales(task.plan, task.change, base))
-        # Numbers that only change their dtype or form.
+        # Values that only change their dtype or form.
         for c in task.change.converts:
             if not c.target.packing.encoding.plain:
                 task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))
@@ -110,7 +110,7 @@ class WindowMerger:
         def fold_task(f: Fold) -> FoldTask:
             return self.codes.task(task.plan, _fold_task(f, out, base if f.apart else input_bytes))
 
-        # Blocks: those of plain numbers in whole windows on a device, the others in groups.
+        # Blocks: those of plain values in whole windows on a device, the others in groups.
         rest = task.change.folds
         if self.whole is not None:
             started = [*self.whole.begin(task, fold_task)]

@@ -145,7 +145,7 @@ class Window:
         self.size += part.nbytes
 
     def change(self, part: ChangedNumbers, *, drawn: bool) -> None:
-        """Plan one read of numbers, and for every plan its folds and the conversion of unchanged blocks. `drawn`:
+        """Plan one read of values, and for every plan its folds and the conversion of unchanged blocks. `drawn`:
         whether merged weights are rounded stochastically."""
         target, low = part.target, part.low
         first, count = target.weight.span(low, low + part.count)
