@@ -119,7 +119,7 @@ def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """All tensors of one adapter, grouped into modules. No weights have been read, only single numbers such as α."""
+    """All tensors of one adapter, grouped into modules. No weights have been read, only single values such as α."""
 
     path: Path
     index: Index

@@ -1,4 +1,4 @@
-"""The numbers of stored tensors, read a few rows at a time: of single values, and for comparisons. No torch."""
+"""The values of stored tensors, read a few rows at a time: single ones, and for comparisons. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..disk.reader import Reader, read_bytes
 from ..dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor
 
 COMPARED_NUMBERS: Final = 2**20
-"""Numbers of either tensor that are compared at once."""
+"""Values of either tensor that are compared at once."""
 
 COMPARED_BYTES: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
@@ -39,7 +39,7 @@ class Values(Protocol):
 
 
 def is_all_zeros(info: StoredTensor, values: Values) -> bool:
-    """Return whether all numbers of a tensor are zeros."""
+    """Return whether all values of a tensor are zeros."""
     return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
 
 
@@ -50,7 +50,7 @@ class FileValues:
         self._reader = reader
 
     def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """See `Values.numbers`."""
+        """See `Values.elements`."""
         if not info.nbytes:
             return ()
         raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
@@ -112,7 +112,7 @@ def _rows(info: StoredTensor, first: int, count: int) -> bytes:
 
 
 def _cast(raw: bytes, dtype: str, other: str) -> bytes:
-    """Return the bytes of the same numbers in another dtype, rounded to nearest even."""
+    """Return the bytes of the same values in another dtype, rounded to nearest even."""
     import numpy as np
 
     values = np.frombuffer(raw, READ_AS[dtype])
