@@ -61,7 +61,7 @@ def expect_alike(snapshots: Sequence[Index]) -> None:
 
 
 AVERAGED_NUMBERS: Final = 2**18
-"""Numbers that are averaged at a time: they stay in the caches."""
+"""Values that are averaged at a time: they stay in the caches."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Averages:
 
 
 def _is_averaged(info: StoredTensor) -> bool:
-    """Return whether a tensor is averaged: numbers of a model, and none that scales a change, such as α."""
+    """Return whether a tensor is averaged: values of a model, and none that scales a change, such as α."""
     known = split(info.name)
     return info.dtype in FLOATS and (known is None or known[1].slot not in SCALE_SLOTS)
 
@@ -205,7 +205,7 @@ def weighted_sum(values: Sequence[Array], weights: Sequence[float], *, moving: b
 
 
 def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, begin: Counting) -> Proof:
-    """Compare tensors of the output with the sum of the snapshots' numbers by their weights, which a moving average
+    """Compare tensors of the output with the sum of the snapshots' values by their weights, which a moving average
     adds up otherwise; VerificationFailed if one is not the nearest number of its dtype."""
     index = open_checkpoint(path)
     averages = [info for info in index.tensors.values() if _is_averaged(info)]

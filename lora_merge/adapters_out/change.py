@@ -174,11 +174,11 @@ class Evaluator:
         return Change(adapter=number, strength=strength, whole=RowMatrix(target.matrix, read))
 
     def stored_values(self, key: str) -> Tensor:
-        """Return the numbers of a weight of the base, in the dtype in which they are stored."""
+        """Return the values of a weight of the base, in the dtype in which they are stored."""
         return weight_values(self.sources.weights[key], self.cache.fetch)
 
     def values(self, key: str) -> Tensor:
-        """Return the numbers of a weight of the base."""
+        """Return the values of a weight of the base."""
         return stage([self.stored_values(key)], self.at)[0]
 
     def _whole(self, piece: RowSlice) -> Tensor:

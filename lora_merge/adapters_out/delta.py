@@ -244,7 +244,7 @@ class Storage:
 
 
 def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:
-    """Return stored numbers as a tensor, in the same memory."""
+    """Return stored values as a tensor, in the same memory."""
     return torch.from_numpy(np.ascontiguousarray(bits)).view(dtype)
 
 
@@ -274,7 +274,7 @@ def is_turned(place: Place) -> bool:
 
 
 def holds(dtype: torch.dtype, value: Tensor) -> bool:
-    """Return whether a dtype holds all numbers of a tensor."""
+    """Return whether a dtype holds all values of a tensor."""
     return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
 
 

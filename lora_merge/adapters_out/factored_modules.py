@@ -62,7 +62,7 @@ from .rounding import (
 from .sources import NOWHERE, Sources
 
 NORM_SAMPLE: Final = 2**14
-"""The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
+"""The values of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
 
 def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
@@ -89,7 +89,7 @@ def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float |
 
 
 class StoredNumbers(NamedTuple):
-    """The numbers of a tensor as `as_stored` has them, in one dimension, and their dtype."""
+    """The values of a tensor as `as_stored` has them, in one dimension, and their dtype."""
 
     bits: Array
     dtype: str
@@ -102,12 +102,12 @@ class StoredNumbers(NamedTuple):
 
 
 def read_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
-    """Return the numbers of a stored tensor."""
+    """Return the values of a stored tensor."""
     return StoredNumbers(stored_bits(stored(reader, info), info.dtype), info.dtype)
 
 
 def finite_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
-    """Return the numbers of a tensor of an adapter; InputError where one is not finite."""
+    """Return the values of a tensor of an adapter; InputError where one is not finite."""
     numbers = read_numbers(reader, info)
     expect_finite(numbers.bits, info)
     return numbers
@@ -140,7 +140,7 @@ class Summand(NamedTuple):
 
 @dataclass(frozen=True)
 class FactorBits:
-    """The factors of a sum as a file stores them: the inputs' numbers, those of B each times its weight in the sum."""
+    """The factors of a sum as a file stores them: the inputs' values, those of B each times its weight in the sum."""
 
     dtype: str
     ups: Sequence[Bits]
@@ -159,7 +159,7 @@ class FactorBits:
 
 @dataclass(frozen=True)
 class FactoredSums:
-    """Adds the changes of one job. `read`: returns the numbers of a tensor of the adapters."""
+    """Adds the changes of one job. `read`: returns the values of a tensor of the adapters."""
 
     job: AdapterJob
     read: Callable[[StoredTensor], StoredNumbers]
@@ -173,13 +173,13 @@ class FactoredSums:
     def delta(self, target: Target, exactly: str | None = None) -> FactoredDelta | None:
         """Return Δ of a weight, in fp64; None for a change that is computed as a matrix.
 
-        `exactly`: the dtype of the output, if Δ is written with all of its columns: a sum of numbers of this dtype in
+        `exactly`: the dtype of the output, if Δ is written with all of its columns: a sum of values of this dtype in
         16 bits is in fp32, if that holds it.
         """
         if not self.has(target):
             return None
         factors = [self._read(use) for use in sorted(_active(target), key=lambda use: use.patch.adapter)]
-        with np.errstate(all="ignore"):  # numbers that are too large are seen in the sums
+        with np.errstate(all="ignore"):  # values that are too large are seen in the sums
             narrow = None
             if exactly in ("F16", "BF16") and self._is_concatenated(target, factors, exactly):
                 narrow = self._narrow(target, factors, exactly)

@@ -54,7 +54,7 @@ class Form:
     rule: Rule
     """By which factors are cut."""
     rank: int | None = 0
-    """Of the factors; None: the numbers decide."""
+    """Of the factors; None: the values decide."""
     highest: int = 0
     """The most that the rank can be, which is what the disk has to hold."""
     whole: bool = True
@@ -178,7 +178,7 @@ def form_of_difference(job: AdapterJob, to: Dialect, place: Place, *, fresh: boo
     rule = job.rules.of_layer(place.label, kernel=place.kernel)
     if fresh or place.vector:
         return Form("value" if fresh else "vector", WHOLE, rule)
-    if rule.name == EXACT:  # every direction that numbers have
+    if rule.name == EXACT:  # every direction that values have
         rule = replace(rule, name="energy", value=1.0)
     algorithm = algorithm_in(job.algorithm, to)
     form = matrix_form(algorithm, rule, place.view.matrix, [None], name=place.label, fix=GIVE_RANK)
@@ -280,7 +280,7 @@ FACTOR_BYTES: Final = 40
 
 
 def svd_bytes(matrix: tuple[int, int], rule: Rule) -> int:
-    """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that numbers decide
+    """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that values decide
     may be the highest."""
     out, cols = matrix
     rank = min(out, cols, rule.ceiling or min(out, cols))
@@ -306,7 +306,7 @@ def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
 
 
 def _planned_module(module: OutputModule, form: Form, conversion: Conversion) -> PlannedLayer:
-    """Return the tensors of one module: factors at their highest rank, if the numbers decide it."""
+    """Return the tensors of one module: factors at their highest rank, if the values decide it."""
     to, job, place, patches = conversion.to, conversion.job, module.place, [s.patch for s in module.shares]
     shape, dtype = place.view.shape, written_dtype(job, module.shares) or "F32"
     if form.kind in ("value", "vector"):

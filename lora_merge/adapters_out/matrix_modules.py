@@ -1,4 +1,4 @@
-"""Modules whose numbers change, with torch: those of a conversion are copied, cut, fused or brought to another form;
+"""Modules whose values change, with torch: those of a conversion are copied, cut, fused or brought to another form;
 those of `combine`, `resize` and `average` have rows of the combined changes of one weight or several.
 
 The scale of a module whose tensors are copied goes into α, or where no α can hold it into a factor. LyCORIS reads LoKr
@@ -302,7 +302,7 @@ class Converter:
         return module
 
     def tensors_of(self, output: OutputModule, form: Form, rank: int | None = None) -> StoredModule:
-        """Return the tensors of one module whose numbers or names change, at a rank that is decided already."""
+        """Return the tensors of one module whose values or names change, at a rank that is decided already."""
         if form.kind == "value":
             return self._value(output)
         if form.kind == "vector":

@@ -45,10 +45,10 @@ from .parallel import PerThread, side_by_side
 from .sources import NOWHERE, Sources, same_base
 
 BUDGET: Final = 2**27
-"""Numbers that are formed for a proof that is not full: those of ΔW, once for every change of it."""
+"""Values that are formed for a proof that is not full: those of ΔW, once for every change of it."""
 
 CHANGE_NUMBERS: Final = 2**18
-"""Numbers of ΔW that are formed at once: they stay in the caches."""
+"""Values of ΔW that are formed at once: they stay in the caches."""
 
 RESIDUAL_TOLERANCE: Final = 0.01
 """The share by which a residual may differ from the reported one."""
@@ -60,7 +60,7 @@ REDO: Final = "run it again; if it fails again, report it with the inputs"
 
 
 class Squares(NamedTuple):
-    """The numbers of the comparison of a layer, in float64."""
+    """The values of the comparison of a layer, in float64."""
 
     size: float  # ‖Δ‖²
     off: float  # ‖Δ − Δ̂‖²; NaN for a layer that the file lacks
@@ -103,7 +103,7 @@ def prove(comparisons: Sequence[Comparison], job: AdapterJob, path: Path, begin:
     """Return what was proven of `layers` layers of the file at `path`; VerificationFailed if one is not what the run
     reports.
 
-    Without --full it is a sample: as many, evenly over the file, as have at most BUDGET numbers, but one at least.
+    Without --full it is a sample: as many, evenly over the file, as have at most BUDGET values, but one at least.
     """
     step = 1 if job.full else max(1, -(-sum(c.numbers for c in comparisons) // BUDGET))
     formed = [c for c in comparisons if c.numbers][::step]
@@ -563,7 +563,7 @@ def _is_factored(target: Target | None) -> bool:
 
 
 def _cost(target: Target, output: Target | None) -> tuple[int, int]:
-    """Return how many numbers the comparison of one weight forms, and about how many bytes it takes."""
+    """Return how many values the comparison of one weight forms, and about how many bytes it takes."""
     (out, cols), sides = target.matrix, [side for side in (target, output) if side is not None]
     if pairs := same_factors(target, output):
         return 0, 2 * sum(min(new.nbytes, BYTES_AT_ONCE) for _, new in pairs)
@@ -613,7 +613,7 @@ def _products(target: Target | None, again: Recomputation, out: int, vectors: Ar
 
 
 def _formed(target: Target, sides: Sides) -> Squares:
-    """Return the comparison of all numbers of both changes."""
+    """Return the comparison of all values of both changes."""
     rows, cols = target.matrix
     (first, before), (output, after) = sides
     step = max(rows_at_once(side, (rows, cols)) for side in (first, output) if side)

@@ -1,9 +1,9 @@
 """Differences of two checkpoints, weight by weight, formed by rows where a weight is large, with the rounding errors of
-stored numbers that they hold in addition to what was trained; and the modules that they become. On a device,
+stored values that they hold in addition to what was trained; and the modules that they become. On a device,
 parameters of one shape are decomposed together.
 
 The nearest Kronecker product: Van Loan and Pitsianis 1993. With Δ[o₁o₂, i₁i₂k] rearranged to [o₁i₁, o₂i₂k], w1 ⊗ w2
-becomes the outer product of both factors' numbers, so the leading singular triple gives the nearest one.
+becomes the outer product of both factors' values, so the leading singular triple gives the nearest one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ NARROW_DTYPES: Final = frozenset({"F16", "BF16"})
 """Dtypes of 16 bits, in which a difference may be mostly rounding."""
 
 SAMPLED_NUMBERS: Final = 2**16
-"""The most numbers of a weight by which its rounding errors are estimated."""
+"""The most values of a weight by which its rounding errors are estimated."""
 
 
 def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
@@ -85,7 +85,7 @@ def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
 
 
 READ_ONCE_NUMBERS: Final = 2**24
-"""Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
+"""Values up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Side:
     reader: Reader
 
     def rows(self, view: WeightView) -> Tensor:
-        """Return [rows, cols] of a view in the dtype that is stored, decoded where numbers are quantised."""
+        """Return [rows, cols] of a view in the dtype that is stored, decoded where values are quantised."""
         pieces = [self._piece(piece) for piece in view.row_slices]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -144,7 +144,7 @@ class Side:
         return view_bytes(memoryview(bytearray().join(read)), dtype, (len(views), *first.matrix))
 
     def dtypes(self, view: WeightView) -> set[str]:
-        """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
+        """Return the dtypes of the rows of a view; "" for values that are not stored plainly."""
         return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.row_slices}
 
 
@@ -155,7 +155,7 @@ class Difference:
     pair: Pair
     change: RowMatrix
     value: RowMatrix  # of the tuned weight, in its own dtype
-    dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
+    dtypes: frozenset[str]  # of the tuned weight, "" for quantised values
     narrow: bool  # whether both weights are stored in 16 bits
     weight: float  # ‖W‖² of the base's weight
 
@@ -175,7 +175,7 @@ class Difference:
 
     @property
     def share_of_noise(self) -> float | None:
-        """√(v · numbers) / ‖Δ‖, with v of some of the numbers; None where it is not known."""
+        """√(v · values) / ‖Δ‖, with v of some of the values; None where it is not known."""
         if not self.narrow or self.pair.fresh:
             return None
         step, cols = -(-self.value.numel() // SAMPLED_NUMBERS), self.value.shape[1]
@@ -186,7 +186,7 @@ class Difference:
 
 def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
     """Return tuned − base in the dtype that was asked for; None where both are equal. InputError for NaN or infinite
-    numbers."""
+    values."""
     view = pair.before if pair.fresh else pair.place.view
     dtypes = tuned.dtypes(pair.tuned) | (set() if view is None else base.dtypes(view))
     new = tuned.by_rows(pair.tuned)
@@ -252,7 +252,7 @@ def _at_once(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
 def differences(
     batch: Sequence[Pair], base: Side, tuned: Side, computed: str | None = None
 ) -> list[Difference | None]:  # fmt: skip
-    """Return what `difference` returns for each of several parameters of one shape; plain numbers are subtracted at
+    """Return what `difference` returns for each of several parameters of one shape; plain values are subtracted at
     once."""
     old = base.stack([pair.place.view for pair in batch]) if len(batch) > 1 else None
     new = None if old is None else tuned.stack([pair.tuned for pair in batch])
@@ -378,7 +378,7 @@ def _expect_one_matrix(difference: Difference) -> None:
 
 
 def measured(module: StoredModule, difference: Difference) -> StoredModule:
-    """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
+    """Return the tensors of a parameter with the values of its change and of its weight, and the share that rounding
     errors have in the change, where it is known."""
     known = replace(
         module.layer, noise=difference.share_of_noise, effect=difference.scanned[0].effect, weight=difference.weight

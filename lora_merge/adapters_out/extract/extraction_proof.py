@@ -1,4 +1,4 @@
-"""What `extract` expects: tuned − base, of the numbers that both checkpoints store. The output is read as an adapter of
+"""What `extract` expects: tuned − base, of the values that both checkpoints store. The output is read as an adapter of
 the base. No torch.
 """
 
@@ -75,7 +75,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
     check = replace(job, inputs=inputs, include=(), exclude=())
     again = open_sources(check, claim.cache)
     targets, file = {t.key: t for t in again.targets}, again.adapters[0].index
-    # Step 2: three computations: of both checkpoints' numbers, and of the output's changes.
+    # Step 2: three computations: of both checkpoints' values, and of the output's changes.
     views = [(pair.place.view, pair.tuned) for _, pair in pairs]
     weights = [
         {piece.key: _weight(index, piece.key) for both in views for piece in both[side].row_slices
@@ -142,7 +142,7 @@ def _rows_at_once(pair: Pair, targets: Mapping[str, Target]) -> int:
 
 
 def _values(view: WeightView, of: Recomputation) -> ChangeRows:
-    """Return a function of rows of a view that returns their stored numbers."""
+    """Return a function of rows of a view that returns their stored values."""
     every = np.arange(view.matrix[0])
     return lambda rows: gathered(view, every[rows], of.values)
 
@@ -158,7 +158,7 @@ def _change(view: WeightView, targets: Mapping[str, Target], again: Recomputatio
 
 
 def _of_value(pair: Pair, file: Index, tuned: Recomputation, stored: Recomputation) -> Squares:
-    """Return the comparison of a parameter whose new value is stored; VerificationFailed unless each of its numbers is
+    """Return the comparison of a parameter whose new value is stored; VerificationFailed unless each of its elements is
     the nearest one to that of the tuned checkpoint."""
     info = file.tensors[f"{pair.place.prefix}{pair.place.module}.{pair.place.parameter}"]
     (rows, cols), value = pair.tuned.matrix, _values(pair.tuned, tuned)
