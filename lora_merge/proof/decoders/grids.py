@@ -27,7 +27,7 @@ def _half(byte: int) -> Bits:
 
 
 class PointForm(NamedTuple):
-    """One type: the places of the index of each point, of the signs of eight numbers, of the scales."""
+    """One type: the places of the index of each point, of the signs of eight values, of the scales."""
 
     size: int
     grid: str
@@ -75,7 +75,7 @@ def _grid(kind: str) -> Array:
 
 
 def _numbers(bits: Array, places: Sequence[Bits]) -> Array:
-    """Return whole numbers, [blocks, numbers]."""
+    """Return whole numbers, [blocks, values]."""
     chosen = bits[:, np.array(places).ravel()].reshape(len(bits), len(places), -1)
     return np.asarray(chosen.astype(np.int64) @ (1 << np.arange(chosen.shape[2])))
 
@@ -105,7 +105,7 @@ def points(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
 
 
 def ordered(values: Array, encoding: Any) -> Array:
-    """Return numbers as transformers has them: rows 0, 2, 4 … of a head in the file are its first half."""
+    """Return values as transformers has them: rows 0, 2, 4 … of a head in the file are its first half."""
     if not encoding.head:
         return values
     heads = values.reshape(-1, encoding.head, encoding.cols)

@@ -1,4 +1,4 @@
-"""The input of a reference formula: one module's tensors, its numbers, and the weight that it changes."""
+"""The input of a reference formula: one module's tensors, its scalars, and the weight that it changes."""
 
 from __future__ import annotations
 
