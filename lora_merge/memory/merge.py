@@ -74,7 +74,7 @@ Give = Callable[[OutputTensor, Tensor], None]
 class MergeFacts(NamedTuple):
     """The facts of a merge in memory, without its tensors."""
 
-    saturated: Counter[str]  # tensor → numbers that were cut to the largest of their dtype
+    saturated: Counter[str]  # tensor → values that were cut to the largest of their dtype
     numbers: Mapping[str, Any]  # what the merge did to the weights, as in a report
     lost: tuple[str, ...]  # warnings of changes that are lost in the rounding
 
@@ -106,7 +106,7 @@ class MemoryMerge:
         return (target for _, target in outputs(self.matched))
 
     def _base_tensor(self, name: str) -> Tensor:
-        """Return the base's tensor of this name; no numbers, on the device of its weight, for a new bias."""
+        """Return the base's tensor of this name; no values, on the device of its weight, for a new bias."""
         tensor = self.base_tensors.get(name)
         return self.base_tensors[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
 
@@ -195,7 +195,7 @@ def prepare(
 
 
 def warn_of(facts: MergeFacts) -> None:
-    """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
+    """Warn the caller of a public function of values that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in facts.lost:
         warnings.warn(one_line(in_python(text)), stacklevel=5)
@@ -216,7 +216,7 @@ def _device(tensors: Iterable[Tensor]) -> str:
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockFolder, live: Mapping[str, Tensor], saturated: Counter[str]
 ) -> tuple[dict[str, Tensor], FoldResult]:
-    """Return (name → result, parts of codes and measures); adds to the counts of cut numbers."""
+    """Return (name → result, parts of codes and measures); adds to the counts of cut values."""
     tensors, tasks, fetch = {}, [], folder.tensors.fetch
 
     def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
@@ -276,7 +276,7 @@ def _amend(results: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[Part
 
 
 def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
-    """Return the stored numbers of a block in an output tensor: [rows, cols], or codes as flat bytes."""
+    """Return the stored values of a block in an output tensor: [rows, cols], or codes as flat bytes."""
     if target.packed is None:
         return out.view(-1).narrow(0, block.first * block.cols, block.elements).view(-1, block.cols)
     size = target.packing.encoding.nbytes
@@ -377,5 +377,5 @@ def merge_state_dict(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors that share memory are the same numbers in the same order."""
+    """Return whether two tensors that share memory are the same values in the same order."""
     return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
