@@ -17,7 +17,7 @@ WHOLE_NUMBER: Final = re.compile(r"\d+")
 
 
 def formats(index: Index) -> dict[str, Any]:
-    """Return the formats of the weights that a format reads, and the matrices that are plain numbers next to them; {}
+    """Return the formats of the weights that a format reads, and the matrices that are plain values next to them; {}
     where nothing is quantised."""
     numbers: Counter[tuple[str, tuple[int, int]]] = Counter()
     weights, bits = numbers.copy(), numbers.copy()
@@ -55,7 +55,7 @@ def _stored(packing: Packing) -> int:
 
 
 def _plain(index: Index) -> dict[str, int]:
-    """Return the name of matrices that are plain numbers → how many there are, with `*` for the numbers in names."""
+    """Return the name of matrices that are plain values → how many there are, with `*` for the numbers in names."""
     coded = {name for name, packing in index.packed.items() if packing.encoding.quantised} | index.packing_names
     plain = (n for n, t in index.tensors.items() if len(t.shape) > 1 and n.endswith(".weight") and n not in coded)
     return dict(Counter(WHOLE_NUMBER.sub("*", name) for name in plain))

@@ -1,4 +1,4 @@
-"""`inspect`: the facts of a file or of a base with an adapter, from headers alone, on request also from numbers."""
+"""`inspect`: the facts of a file or of a base with an adapter, from headers alone, on request also from values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
 
     Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
     bytes; None hashes nothing.
-    `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change or
+    `weights`: also read the values, for norms, stable ranks and energies, or for the size of the change or
     of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
     `opened`: checkpoints that calls before this one have opened.
