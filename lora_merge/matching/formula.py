@@ -1,7 +1,7 @@
 """Chooses the formula of one module on one weight, by ordered filters that each have a name and a reason to refuse.
 
 The ending of a key says which rows of ALGORITHMS may read its tensor (adapters/suffixes.py). Two groups of filters
-follow. The first needs no numbers and leaves some of these rows:
+follow. The first needs no values and leaves some of these rows:
 
 * slots: the row reads all slots of the module, and lacks none;
 * configuration: it is the row that the PEFT configuration selects, if it selects one (adapters/peft/rules.py);
@@ -106,7 +106,7 @@ FROM_THE_TRAINING: Final = (
 )
 
 OF_ROW: Final = "experts"
-"""The filter of candidates whose reason is about the row of ALGORITHMS, not about shapes and numbers of tensors."""
+"""The filter of candidates whose reason is about the row of ALGORITHMS, not about shapes and values of tensors."""
 
 STATED_BY: Final = ("--setting", "adapter_config")
 """A reason with one of these texts names the place from which the missing fact can come."""
@@ -214,7 +214,7 @@ class Refusal(NamedTuple):
 
 
 class CandidateRows(NamedTuple):
-    """The rows of ALGORITHMS for one module that are left before shapes and numbers are looked at."""
+    """The rows of ALGORITHMS for one module that are left before shapes and values are looked at."""
 
     names: Sequence[str]
     selected: str | None  # the row that the PEFT configuration selects; None if it selects none
@@ -257,7 +257,7 @@ def check_settings(user_settings: Mapping[str, Any], used: Collection[str]) -> N
 
 
 class Site(NamedTuple):
-    """One module on the weight that it changes, with the filters that need no numbers."""
+    """One module on the weight that it changes, with the filters that need no values."""
 
     module: Module
     view: WeightView
@@ -359,7 +359,7 @@ class Candidate:
     shapes: Mapping[str, Shape]
     arguments: NetworkArguments  # of the trainer
     magnitude: tuple[dora.Axis, Shape] | None  # None without one that has an effect
-    configured: Mapping[str, float]  # numbers of the configuration
+    configured: Mapping[str, float]  # scalars of the configuration
     numbers: Mapping[str, float]
 
     def __init__(self, site: Site, formula: str, view: WeightView, used_settings: set[str], *, alone: bool) -> None:
@@ -475,7 +475,7 @@ class Candidate:
         self.remarks.append(MAY_HAVE_GROUPS)
 
     def read_configuration(self) -> None:
-        """Read the configuration's numbers; none if α of the file or of the user counts more. The user's α takes the
+        """Read the configuration's scalars; none if α of the file or of the user counts more. The user's α takes the
         place of a configured α of 0."""
         rules, name, shapes = self.rules, self.module.name, self.shapes
         has_alpha, user = "alpha" in self.module.shared, self.context.user_settings
@@ -488,7 +488,7 @@ class Candidate:
             self.configured = rules.with_alpha(user[ALPHA_SETTING]).numbers(self.formula, name, shapes)
 
     def read_numbers(self) -> None:
-        """Decide the numbers of the formula: from α, from the configuration, or from a stored scale."""
+        """Decide the scalars of the formula: from α, from the configuration, or from a stored scale."""
         row, shapes, shape, configured = self.row, self.shapes, self.view.shape, self.configured
         alpha, override = self._number("alpha"), self._number("scale_override")
         if alpha is None and "scale" in row.scalars:
@@ -507,7 +507,7 @@ class Candidate:
             if self.arguments.no_scale:
                 self.remarks.append(UNSCALED)
             numbers["scale"] = 1.0 if self.arguments.no_scale else numbers["scale"] * self.arguments.factor
-        # The configuration's numbers, and a stored scale, count more.
+        # The configuration's scalars, and a stored scale, count more.
         if row.scale_from_config and not configured:
             raise DoesNotFit("the scale is stored only in adapter_config.json; copy it into the adapter's folder")
         if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != numbers["scale"]:
@@ -615,7 +615,7 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
 
 
 def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) -> bool:
-    """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte.
+    """Return whether two tensors of one slot are equal: single values as numbers, others byte for byte.
 
     Magnitudes must also be of the same axis, as [out] and [out, 1] are.
     """

@@ -1,4 +1,4 @@
-"""Matches the modules of one adapter with the base: which formula, with which numbers, changes which rows.
+"""Matches the modules of one adapter with the base: which formula, with which scalars, changes which rows.
 
 `match_adapter` first gathers the facts that hold for all modules, then places module by module, then the parameters
 that are stored as whole values. What happens to each is collected in a `MatchDraft`; one error lists all problems of
