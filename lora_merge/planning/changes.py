@@ -60,7 +60,7 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matches:
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
-    """Return the match of every adapter; `values` reads the few stored tensors whose numbers the match depends on."""
+    """Return the match of every adapter; `values` reads the few stored tensors whose values the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
     # The strengths of each adapter in the parts of the base.
     steps = Steps()
