@@ -131,7 +131,7 @@ def _device_memory(device: str) -> dict[str, int]:
 def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
     """Return the largest difference between the formula there and the reference, as a share of the largest number.
 
-    Base and adapter are stored in two dtypes first; both sides then start from the same stored numbers.
+    Base and adapter are stored in two dtypes first; both sides then start from the same stored values.
     """
     example = EXAMPLES[algorithm]
     base = _stored(weight(example), stored[0])
