@@ -115,8 +115,8 @@ class Checks:
     def check_integers(self, stored: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
         """Raise DoesNotFit for integer slots (int64 on the CPU, fitted shapes) outside their bounds, which would make
         a formula read or write outside the weight, and for integers that contradict the shapes."""
-        for slot, numbers in stored.items():
-            exceeded = outside(numbers, self.bounds[slot](shapes, target))
+        for slot, values in stored.items():
+            exceeded = outside(values, self.bounds[slot](shapes, target))
             expect(holds=exceeded is None, otherwise=f"{slot} has numbers outside of {exceeded}")
         if self.integers is not None:
             self.integers(stored, shapes, target)

@@ -170,7 +170,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, unasked(row["notes"]))
     yield from (line("warning", warning) for warning in too_large(report["numbers"]))
     if report["saturated"]:
-        yield line("cut", cut_numbers(report["saturated"]))
+        yield line("cut", cut_values(report["saturated"]))
     if (proof := report["verified"]) is not None:
         yield from brief_proof(proof)
     else:
@@ -189,7 +189,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("device", f"{report['device']}: {report['device_choice']}")
     yield from (line("warning", warning) for warning in too_large(report["numbers"]))
     if report["saturated"]:
-        yield line("cut", cut_numbers(report["saturated"]))
+        yield line("cut", cut_values(report["saturated"]))
     yield from survival_rows([(name, row["strengths"]) for name, row in report["coverage"].items()],
                              report["survival"], report["method"], each=True)  # fmt: skip
     if report["verified"] is not None:
@@ -382,7 +382,7 @@ def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str
     return f"{layers}: {worst_layer if verbose else 'the same share survives'}"
 
 
-def cut_numbers(counts: Mapping[str, int]) -> str:
+def cut_values(counts: Mapping[str, int]) -> str:
     """Return how many values were cut, by tensor."""
     most = sorted(counts, key=lambda name: (-counts[name], name))
     return f"{plural(sum(counts.values()), 'number')} too large for the output's dtype: " + listed(

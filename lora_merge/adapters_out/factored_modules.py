@@ -88,7 +88,7 @@ def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float |
     return squares
 
 
-class StoredNumbers(NamedTuple):
+class StoredValues(NamedTuple):
     """The values of a tensor as `as_stored` has them, in one dimension, and their dtype."""
 
     bits: Array
@@ -101,16 +101,16 @@ class StoredNumbers(NamedTuple):
         return self.bits.view(DTYPE_ROWS[self.dtype].code).astype(np.float64)
 
 
-def read_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
+def read_values(reader: Reader, info: StoredTensor) -> StoredValues:
     """Return the values of a stored tensor."""
-    return StoredNumbers(stored_bits(stored(reader, info), info.dtype), info.dtype)
+    return StoredValues(stored_bits(stored(reader, info), info.dtype), info.dtype)
 
 
-def finite_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
+def finite_values(reader: Reader, info: StoredTensor) -> StoredValues:
     """Return the values of a tensor of an adapter; InputError where one is not finite."""
-    numbers = read_numbers(reader, info)
-    expect_finite(numbers.bits, info)
-    return numbers
+    values = read_values(reader, info)
+    expect_finite(values.bits, info)
+    return values
 
 
 def expect_finite(bits: Array, info: StoredTensor) -> None:
@@ -162,7 +162,7 @@ class FactoredSums:
     """Adds the changes of one job. `read`: returns the values of a tensor of the adapters."""
 
     job: AdapterJob
-    read: Callable[[StoredTensor], StoredNumbers]
+    read: Callable[[StoredTensor], StoredValues]
 
     def has(self, target: Target) -> bool:
         """Return whether headers show that the change of a weight is such a sum."""
@@ -191,7 +191,7 @@ class FactoredSums:
         rows, cols = patch.view.matrix
         first, other = self.read(up), self.read(down)
         return StoredFactor(use, first.bits.reshape(rows, rank), other.bits.reshape(rank, cols),
-                            (first.dtype, other.dtype), patch.numbers.get("scale", 1.0))  # fmt: skip
+                            (first.dtype, other.dtype), patch.scalars.get("scale", 1.0))  # fmt: skip
 
     def _is_concatenated(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> bool:
         """Return whether the output has the factors of all adapters side by side: of all rows, each one once."""
@@ -425,7 +425,7 @@ class FactoredModules:
 def factored_modules(conversion: Conversion, reader: Reader) -> Callable[[], FactoredModules]:
     """Return a function that returns what makes the modules of sums of stored factors, for one thread."""
     job, sources = conversion.job, conversion.sources
-    sums = FactoredSums(job, partial(read_numbers, reader))
+    sums = FactoredSums(job, partial(read_values, reader))
     return partial(FactoredModules, conversion, sums, noise_of(sources), weight_norms(sources, reader))
 
 
@@ -434,7 +434,7 @@ def _scale(layer: Target) -> float:
     if len(layer.uses) != 1:
         return 1.0
     patch = layer.uses[0].patch
-    scale = patch.numbers.get("scale")
+    scale = patch.scalars.get("scale")
     plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
     return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
 
@@ -500,7 +500,7 @@ def copy_of(module: OutputModule, to: Dialect, reader: Reader) -> StoredModule:
     """Return the stored factors of a module; InputError where a number is not finite, or too large for fp64."""
     (share,), place = module.shares, module.place
     patch = share.patch
-    rank, scale = patch.shapes["down"][0], patch.numbers["scale"]
+    rank, scale = patch.shapes["down"][0], patch.scalars["scale"]
     up, down = patch.module.slots["up"], patch.module.slots["down"]
     raw = stored(reader, up), stored(reader, down)
     squares = _squares(raw, (up, down), rank, scale)

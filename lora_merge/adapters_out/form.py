@@ -204,7 +204,7 @@ def _is_renamed(job: AdapterJob, to: Dialect, module: OutputModule) -> bool:
         return False
     (share,) = module.shares
     patch = share.patch
-    plain = is_stored_pair(patch) and patch.magnitude is None and patch.numbers.get("scale")
+    plain = is_stored_pair(patch) and patch.magnitude is None and patch.scalars.get("scale")
     if not plain or share.strength != 1 or not share.is_all(module.place):
         return False
     dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down")}
@@ -321,7 +321,7 @@ def _planned_module(module: OutputModule, form: Form, conversion: Conversion) ->
         slots, rank = {slot: (_kind(i, job), i.shape) for p in patches for slot, i in p.module.slots.items()}, 0
     else:
         slots = _pair_of(module, conversion, dtype, rank)
-    scaled = not copied or any("scale" in p.numbers or "alpha" in p.module.shared for p in patches)
+    scaled = not copied or any("scale" in p.scalars or "alpha" in p.module.shared for p in patches)
     slots |= {"alpha": ("F32", ())} if to.alpha and scaled else {}
     magnitude = next((p.magnitude for p in patches if p.magnitude is not None), None)
     if job.keeps_forms and magnitude is not None:

@@ -110,11 +110,11 @@ def effect_of_layers(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     every = [*layers]
     if not every or any("largest" not in effect for effect in every):
         return {}
-    numbers, share = sum(effect["of"] for effect in every), {}
+    elements, share = sum(effect["of"] for effect in every), {}
     if all("changed" in effect for effect in every):
-        share = {"changed": fsum(effect["changed"] * effect["of"] for effect in every) / numbers if numbers else 0.0}
+        share = {"changed": fsum(effect["changed"] * effect["of"] for effect in every) / elements if elements else 0.0}
     return {
-        "of": numbers, "elements": sum(effect["elements"] for effect in every), **share,
+        "of": elements, "elements": sum(effect["elements"] for effect in every), **share,
         "largest": max(effect["largest"] for effect in every),
     }  # fmt: skip
 
@@ -164,9 +164,9 @@ def _of_half(raw: Raw) -> Matrix:
     bits = np.frombuffer(raw, np.int16).astype(np.int32)
     bits <<= 13
     bits &= OF_HALF  # without the copies of the sign
-    numbers: Matrix = bits.view(np.float32)
-    numbers *= np.float32(2.0**112)
-    return numbers
+    values: Matrix = bits.view(np.float32)
+    values *= np.float32(2.0**112)
+    return values
 
 
 def _of_bfloat(raw: Raw) -> Matrix:
@@ -185,12 +185,12 @@ WIDEN: Final[Mapping[str, Callable[[Raw], Matrix]]] = MappingProxyType(
 """dtype → function that returns stored values in fp32."""
 
 
-def narrowed(numbers: Matrix, dtype: str) -> Bits:
+def narrowed(values: Matrix, dtype: str) -> Bits:
     """Return the bits of the nearest values of a dtype of 16 bits, ties to even; infinity for those too large."""
     with np.errstate(all="ignore"):
         if dtype == "F16":
-            return numbers.astype(np.float16).view(np.uint16)
-        wide = numbers.view(np.uint32)
+            return values.astype(np.float16).view(np.uint16)
+        wide = values.view(np.uint32)
         nearest = wide >> 16  # in place from here on
         nearest &= 1
         nearest += 0x7FFF
@@ -209,20 +209,20 @@ def products(dtype: str, weight: float) -> Bits:
         return narrowed((every.astype(np.float64) * weight).astype(np.float32), dtype)
 
 
-ROUNDED_NUMBERS: Final = 2**18
+ROUNDED_VALUES: Final = 2**18
 """Values that are rounded to 16 bits at a time: the copies in between stay in the caches."""
 
 
-def as_stored(numbers: Array, dtype: str) -> Array:
+def as_stored(values: Array, dtype: str) -> Array:
     """Return the nearest values of a dtype: their bits, or in fp32 and fp64 the values."""
     if dtype in ("F64", "F32"):
-        return np.ascontiguousarray(numbers, DTYPE_ROWS[dtype].library)
-    if dtype in WIDEN and numbers.size > ROUNDED_NUMBERS and len(numbers) > 1:
-        step = max(1, ROUNDED_NUMBERS * len(numbers) // numbers.size)
-        parts = [as_stored(numbers[first : first + step], dtype) for first in range(0, len(numbers), step)]
+        return np.ascontiguousarray(values, DTYPE_ROWS[dtype].library)
+    if dtype in WIDEN and values.size > ROUNDED_VALUES and len(values) > 1:
+        step = max(1, ROUNDED_VALUES * len(values) // values.size)
+        parts = [as_stored(values[first : first + step], dtype) for first in range(0, len(values), step)]
         return np.concatenate(parts)
     with np.errstate(all="ignore"):  # infinity for those too large
-        single = np.ascontiguousarray(numbers, np.float32)
+        single = np.ascontiguousarray(values, np.float32)
         if dtype in WIDEN:
             return narrowed(single, dtype)
     import torch  # for fp8 and whole numbers alone
@@ -253,8 +253,8 @@ def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
 
     from ..engine.tensor_moves import TORCH_DTYPES, host
 
-    numbers: Array = host(torch.from_numpy(bits).view(TORCH_DTYPES[dtype]), torch.float32).numpy()
-    return numbers.astype(kind, copy=False)
+    values: Array = host(torch.from_numpy(bits).view(TORCH_DTYPES[dtype]), torch.float32).numpy()
+    return values.astype(kind, copy=False)
 
 
 def all_finite(bits: Array, dtype: str) -> bool:

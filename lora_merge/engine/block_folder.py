@@ -55,7 +55,7 @@ from .tasks import (
     OutOfMemory,
     settled,
 )
-from .tensor_moves import DeviceStream, Placement, host, land, numbers, odd, settle, sum_too_large
+from .tensor_moves import DeviceStream, Placement, as_scalars, host, land, odd, settle, sum_too_large
 from .tensors import codecs_on, computing
 
 LEAST_WORK: Final = 2**16
@@ -137,7 +137,7 @@ class BlockFolder:
         """Start to do all tasks, side by side if there is a pool; yield futures for `settled`."""
         encode = [task for task in tasks if isinstance(task, EncodeTask)]
         rest = [task for task in tasks if not isinstance(task, EncodeTask)]
-        shares = list(portions(groups(rest, _block, self.memory.most), _numbers, LEAST_WORK))
+        shares = list(portions(groups(rest, _block, self.memory.most), _elements, LEAST_WORK))
         sums = SharedSums(len(encode) + len(shares))
         for task in encode:
             yield self._submit(partial(self._encode, task, sums))
@@ -242,7 +242,7 @@ class BlockFolder:
         base = base_values(tasks, at, None if keep else lane, self.tensors.fetch)
         units = [task.unit for task in tasks if isinstance(task, InUnitsTask)]
         if units:
-            stacks = [s.in_units(numbers(units, at)) for s in stacks]
+            stacks = [s.in_units(as_scalars(units, at)) for s in stacks]
         # W', and its observers: the sample for the report, and the largest sums on the way, as terms may cancel.
         sample = None if keep is False else sample_of(blocks, base, self.options.sampling)
         sums = LargestSums.of(blocks, base)
@@ -357,7 +357,7 @@ def _summed(merged: FoldResult, sums: SharedSums) -> FoldResult:
     return replace(merged, samples=(), measures=merged.measures + sums.measured(merged.samples))
 
 
-def _numbers(tasks: Sequence[FoldTask]) -> int:
+def _elements(tasks: Sequence[FoldTask]) -> int:
     return sum(task.into.numel() for task in tasks)
 
 

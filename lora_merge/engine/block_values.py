@@ -14,7 +14,7 @@ from ..files.encodings.base import InvalidPart
 from .row_blocks import Block
 from .tasks import BlockTask, FoldTask, InUnitsTask
 from .tensor_moves import DeviceStream, Placement, aligned, stage
-from .tensors import Fetch, codecs_on, decoded, packed, stored_numbers
+from .tensors import Fetch, codecs_on, decoded, packed, stored_values
 from .windows import Fold
 
 LEAST_UNIT: Final = 2.0**-30
@@ -24,7 +24,7 @@ LEAST_UNIT: Final = 2.0**-30
 def stored_base(block: Block, fetch: Fetch) -> Tensor:
     """Return the stored base values of a block, read again, as a `BlockTask` has them."""
     weight = block.target.weight
-    stored = stored_numbers(weight, *block.stored, fetch)
+    stored = stored_values(weight, *block.stored, fetch)
     return stored.view(-1, block.cols) if weight.packing.encoding.plain and not weight.padded else stored
 
 

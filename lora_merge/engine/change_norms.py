@@ -24,7 +24,7 @@ from ..planning.plan import OutputTensor
 from .change_sample import WHOLE_BELOW
 from .row_blocks import block, groups
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, Placement, as_stored, stage
-from .tensors import Fetch, decoded, stored_numbers
+from .tensors import Fetch, decoded, stored_values
 
 if TYPE_CHECKING:
     from .fold import StackedPatch
@@ -104,11 +104,11 @@ def runs(tensor: Replacement, every: int = SAMPLE_STRIDE) -> Iterator[tuple[int,
 
 def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
     """Return values of a weight from `first` on, in fp64; zeros after the stored ones."""
-    numbers = torch.zeros(count, dtype=HOST.dtype)
+    padded = torch.zeros(count, dtype=HOST.dtype)
     if (stored_count := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
-        stored = decoded(stored_numbers(weight, first, stored_count, read), weight, first, stored_count, read)
-        numbers[:stored_count] = stage([stored.reshape(-1)], HOST)[0]
-    return numbers
+        stored = decoded(stored_values(weight, first, stored_count, read), weight, first, stored_count, read)
+        padded[:stored_count] = stage([stored.reshape(-1)], HOST)[0]
+    return padded
 
 
 def _sums(tensor: Replacement, before: Tensor, after: Tensor) -> Measure:

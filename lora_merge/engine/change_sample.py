@@ -42,7 +42,7 @@ PERIOD: Final = 256 * RUN
 LEAST_BLOCK: Final = 2 * PERIOD
 """A block of so many values contains a whole run, wherever it begins."""
 
-RUN_NUMBERS: Final = 2**22
+RUN_VALUES: Final = 2**22
 """How many sampled values one lane keeps before it adds them up, if its memory has `SUM_BYTES` bytes for each."""
 
 SUM_BYTES: Final = 256
@@ -63,7 +63,7 @@ SUMS: Final = 6
 PART_SUMS: Final = 3
 """Of the change of each adapter: ΔW², error · ΔW, and error² where it changes values."""
 
-WAITING_NUMBERS: Final = 2**21
+WAITING_VALUES: Final = 2**21
 """The numbers of rows that wait for their sums, until these are made."""
 
 PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
@@ -114,7 +114,7 @@ class RunSample:
         self.after = runs(merged.reshape(-1), self.period)
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         """How many values are kept."""
         return 2 * self.before.numel()
 
@@ -136,7 +136,7 @@ class RunSums:
         """Keep the samples of a lane; add them up once they are many. Call the result when the lane is settled."""
         waiting = self._waiting.setdefault(lane, [])
         waiting += [(plan, sample) for sample in samples]
-        if sum(sample.numbers for _, sample in waiting) < self.most:
+        if sum(sample.elements for _, sample in waiting) < self.most:
             return lambda: None
         self._waiting[lane] = []
         return self._added(waiting, lane)
@@ -341,7 +341,7 @@ class RowSample:
         return self.blocks[0].several
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         """How many values are kept."""
         return self.work.numel()
 
@@ -389,11 +389,11 @@ class RowSample:
         if self.step == 1:
             return self
 
-        def some(numbers: Tensor) -> Tensor:
-            lead = numbers.shape[:-1]
-            return numbers.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
+        def some(values: Tensor) -> Tensor:
+            lead = values.shape[:-1]
+            return values.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
 
-        stored, before = (None if numbers is None else some(numbers) for numbers in (self.stored, self.before))
+        stored, before = (None if values is None else some(values) for values in (self.stored, self.before))
         parts = [part._replace(change=some(part.change)) for part in self.parts]
         return replace(self, rows=[r[:: self.step] for r in self.rows], work=some(self.work), parts=parts,
                        stored=stored, before=before, step=1)  # fmt: skip
@@ -466,8 +466,8 @@ class RowSample:
             stands_for * block.cols, elements, scale * changed if known else 0.0, 0, scale * weight, largest, whole,
             shares,
         )  # fmt: skip
-        numbers = range(block.first + rows.start, block.first + rows.stop, rows.step)
-        return Measurement(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
+        sampled = range(block.first + rows.start, block.first + rows.stop, rows.step)
+        return Measurement(block.target.name, sums, Checked(sampled, weight, change, round(changed) if known else None))
 
 
 def _nearest(values: Tensor, target: OutputTensor) -> Tensor:
@@ -477,7 +477,7 @@ def _nearest(values: Tensor, target: OutputTensor) -> Tensor:
 
 def _part_sums(change: Tensor, error: Tensor) -> Iterator[Tensor]:
     """Yield the `PART_SUMS` of the change of one adapter in each block."""
-    yield from (torch.linalg.vecdot(numbers, change) for numbers in (change, error))
+    yield from (torch.linalg.vecdot(values, change) for values in (change, error))
     yield error.masked_fill(change == 0, 0.0).square_().sum(1)
 
 
@@ -526,7 +526,7 @@ class SharedSums:
     """Samples of several threads on the host, whose sums are made in one call for many blocks."""
 
     def __init__(self, threads: int) -> None:
-        self._left, self._samples, self._numbers, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
+        self._left, self._samples, self._elements, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
 
     def measured(self, samples: Sequence[RowSample | RunSample]) -> tuple[Measurement, ...]:
         """Keep the samples of a thread at its end; return the measures of all that are kept, once they are many or this
@@ -534,10 +534,10 @@ class SharedSums:
         with self._lock:
             self._left -= 1
             self._samples += samples
-            self._numbers += sum(sample.numbers for sample in samples)
-            if self._left and self._numbers < WAITING_NUMBERS:
+            self._elements += sum(sample.elements for sample in samples)
+            if self._left and self._elements < WAITING_VALUES:
                 return ()
-            every, self._samples, self._numbers = self._samples, [], 0
+            every, self._samples, self._elements = self._samples, [], 0
         with torch.no_grad():
             lane, by_runs = DeviceStream(HOST), [sample for sample in every if isinstance(sample, RunSample)]
             measures = bring_sums([sample for sample in every if isinstance(sample, RowSample)], lane)()
@@ -551,8 +551,8 @@ def sample_of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowS
         return None
     if base.device.type != "cpu" or not sampling.by_runs(blocks):  # a device has runs of whole windows
         return RowSample.of(blocks, base, sampling)
-    numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
-    return RunSample.of(blocks, numbers, base, sampling.period(blocks)) if any(numbers) else None
+    elements = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+    return RunSample.of(blocks, elements, base, sampling.period(blocks)) if any(elements) else None
 
 
 def sample_width(sample: RowSample | None) -> int:

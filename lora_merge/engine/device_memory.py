@@ -57,9 +57,9 @@ class DeviceMemory:
         """Whether the device has no room for blocks like these: further tries would only take time."""
         return self.spilled >= SPILLED
 
-    def halve(self, numbers: int) -> None:
+    def halve(self, elements: int) -> None:
         """Limit later calls to half of the values that did not fit."""
-        self.most = min(self.most, numbers // 2)
+        self.most = min(self.most, elements // 2)
 
     def spill(self) -> None:
         """Count a block that did not fit even alone."""
@@ -111,9 +111,9 @@ def block_bytes(block: Block, at: Placement) -> int:
     rounded = ROUNDED if item == 8 and TORCH_DTYPES.get(target.dtype, at.dtype).itemsize <= 2 else 0
     formed = max((_formed(s, block) for s in block.slices), default=block.elements)
     combined = len(block.slices) if target.combines else 0
-    numbers = (1 + combined) * block.elements + formed
+    elements = (1 + combined) * block.elements + formed
     coded = CODED if target.packed is not None or target.weight.packed is not None else 0
-    return stored + (rounded + coded) * block.elements + item * (numbers + sum(2 * _factors(s) for s in block.slices))
+    return stored + (rounded + coded) * block.elements + item * (elements + sum(2 * _factors(s) for s in block.slices))
 
 
 def _formed(s: BlockPart, block: Block) -> int:

@@ -342,8 +342,8 @@ def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int
 
 def _core_seconds(target: OutputTensor) -> tuple[float, float]:
     """Return the seconds of one core for a tensor: of most formulas, and of formulas that decompose a matrix."""
-    numbers = prod(target.matrix)
+    elements = prod(target.matrix)
     rows = [ALGORITHMS[u.patch.algorithm] for u in target.uses]
     each = COMBINED if target.combines else USED
     sides = [min(u.patch.view.matrix) for u, row in zip(target.uses, rows, strict=True) if row.decomposes]
-    return numbers * (CASTS + each * len(rows)), numbers * DECOMPOSED * sum(sides)
+    return elements * (CASTS + each * len(rows)), elements * DECOMPOSED * sum(sides)

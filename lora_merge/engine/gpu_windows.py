@@ -151,7 +151,7 @@ class DeviceWindows:
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.memory.limits.max_vram))
-        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.SUM_BYTES))
+        self.run_sums = RunSums(min(change_sample.RUN_VALUES, blocks.memory.share // change_sample.SUM_BYTES))
         self.registered = RegisteredBuffers(enabled=blocks.lanes.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[FoldResult] | Fold]:
@@ -254,7 +254,7 @@ class DeviceWindows:
             if drawn:
                 old = batch.work.split_with_sizes(batch.sizes)
                 new = [self.blocks.drawn(f.block, v) for f, v in zip(batch.folds, old, strict=True)]
-            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in batch.folds])
+            cast_all(new, [_typed(out, f.at - start, f.nbytes, dtype) for f in batch.folds])
             if drawn:
                 _note_stored(batch, new)
         # Down: the results; meanwhile the sums of the samples.
@@ -320,7 +320,7 @@ class DeviceWindows:
         work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
         for f, part in zip(ordered, work.split_with_sizes(sizes), strict=True):
             dtype = TORCH_DTYPES[f.block.target.weight.stored.dtype]
-            gather.add(_numbers(input_bytes, f.source - low, f.source_bytes, dtype), part)
+            gather.add(_typed(input_bytes, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
         # Fold kind by kind; runs of the whole batch are one sample.
@@ -353,9 +353,9 @@ class DeviceWindows:
 
 def _note_stored(folded: FoldedBatch, stored: Sequence[Tensor]) -> None:
     """Record in the samples what is stored, where values are rounded stochastically."""
-    numbers = {id(f.block): stored_numbers for f, stored_numbers in zip(folded.folds, stored, strict=True)}
+    stored_blocks = {id(f.block): values for f, values in zip(folded.folds, stored, strict=True)}
     for sample in folded.row_samples:
-        sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
+        sample.note_stored(torch.stack([stored_blocks[id(b)].view(-1, b.cols) for b in sample.blocks]))
 
 
 def _follows(a: Fold, b: Fold) -> bool:
@@ -396,7 +396,7 @@ def _runs(part: DeviceBatch, *, bridged: bool) -> Iterator[tuple[int, int]]:
             low = b or low
 
 
-def _numbers(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+def _typed(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     """Return a part of some bytes as values, flat; they share the bytes."""
     return data[at : at + nbytes].view(dtype)
 

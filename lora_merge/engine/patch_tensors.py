@@ -33,10 +33,10 @@ from .tensor_moves import (
     TORCH_DTYPES,
     DeviceStream,
     Placement,
+    as_scalars,
     finite,
     host,
     move,
-    numbers,
     one_number,
     stage,
     stage_indices,
@@ -121,8 +121,8 @@ class PatchTensors:
         added = first.taken is None and patch.magnitude is None and not first.target.combines
         alike = row.takes_one_number and added
         for name in row.scalars:
-            values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
-            fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
+            values = [s.use.patch.scalars.get(name, 1.0) for s in slices]
+            fields[name] = self._scalars(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
         # Tensors that the file lacks: from shapes and settings, or computed from the base as PEFT does.
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
         computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.shared)} for s in slices]
@@ -132,7 +132,7 @@ class PatchTensors:
         return StackedPatch(
             row,
             tensors if to == at else move(tensors, at),
-            self._numbers([s.use.strength for s in slices], at, lane, stacked, alike=alike),
+            self._scalars([s.use.strength for s in slices], at, lane, stacked, alike=alike),
             slice(first.low, first.high),
             patch.adapter,
             first.use.piece.transposed,
@@ -195,7 +195,7 @@ class PatchTensors:
             return None
         return self.adapters_on_device.get(tensor, lane)
 
-    def _numbers(
+    def _scalars(
         self, values: Sequence[float], at: Placement, lane: DeviceStream, stacked: Stack, *, alike: bool
     ) -> Tensor:
         """Return the values as [n, 1, 1]; `alike`: or as one number without axes, if they are equal."""
@@ -204,7 +204,7 @@ class PatchTensors:
         on_device = [number for value in values if (number := self._uploaded(value, at, lane)) is not None]
         if len(on_device) == len(values):
             return stacked(on_device) if len(on_device) > 1 else on_device[0].unsqueeze(0)
-        return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
+        return self._keep((tuple(values), at), lane, lambda: as_scalars(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor kept under this key, or make it."""

@@ -24,7 +24,7 @@ from .block_values import base_view, stored_base
 from .requantisation import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
 from .tasks import EncodeTask, FoldResult, FoldTask, LargestNumber, LargestTask, MergedBlock, results
-from .tensors import Fetch, decoded, packed, stored_numbers
+from .tensors import Fetch, decoded, packed, stored_values
 from .windows import Convert, WindowChange
 
 BLOCKS_AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of values
@@ -139,7 +139,7 @@ class NewCodes:
     def _largest(self, target: OutputTensor, first: int, count: int, part: Tensor | None) -> LargestNumber:
         """Return the largest value of a part of a weight that no adapter changes; `part`: its stored values, if the
         window has them."""
-        stored = stored_numbers(target.weight, first, count, self.read) if part is None else part
+        stored = stored_values(target.weight, first, count, self.read) if part is None else part
         return LargestNumber(target.name, largest(decoded(stored, target.weight, first, count, self.read)))
 
 

@@ -48,10 +48,10 @@ def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch
     if new is None:
         return Uncovered(largest(values))
     changed = []
-    for role, numbers in new.items():
-        if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
+    for role, stored in new.items():
+        if role != CODES and not torch.equal(as_bytes(stored), as_bytes(old[role])):
             part = target.packing.parts[role]
-            changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
+            changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(stored)))
     decoded = host(_decoded(target.packing, first, codes.decode, old, new)) if codes.decode else None
     return NewParts(host(as_bytes(new[CODES])), tuple(changed), decoded)
 
@@ -67,11 +67,11 @@ def _decoded(packing: Packing, first: int, count: int, old: Mapping[str, Tensor]
     """Return `count` values from `first` on, flat. `old` and `new`: parts of at least so many values."""
     encoding, parts = packing.encoding, {}
     for role, before in old.items():
-        numbers = new.get(role, before)
+        values = new.get(role, before)
         if role == CODES:
-            parts[role] = as_bytes(numbers)[: encoding.nbytes(count)]
+            parts[role] = as_bytes(values)[: encoding.nbytes(count)]
         elif (part := packing.parts.get(role)) is not None:
-            parts[role] = as_bytes(numbers)[: part.span(first, count)[1]].view(before.dtype)
+            parts[role] = as_bytes(values)[: part.span(first, count)[1]].view(before.dtype)
     with computing(parts[CODES].device):
         return encoding.decode(parts, first, count).reshape(-1)
 
@@ -106,12 +106,12 @@ def _encoded(
 def refitted(target: OutputTensor, magnitude: float, fetch: Fetch) -> OutputTensor:
     """Return the target with parts of the whole weight, held in memory, that cover this magnitude."""
     encoding, _, parts, _ = target.packing
-    whole = {role: fetch(part.info) for role, part in parts.items() if not part.numbers}
+    whole = {role: fetch(part.info) for role, part in parts.items() if not part.group}
     infos = {
         role: replace(
-            parts[role].info, source=Memory.of(parts[role].info.file, memoryview(bytearray(raw(numbers)))), offset=0
+            parts[role].info, source=Memory.of(parts[role].info.file, memoryview(bytearray(raw(values)))), offset=0
         )
-        for role, numbers in encoding.refit(whole, magnitude).items()
+        for role, values in encoding.refit(whole, magnitude).items()
     }
     refitted_parts = {role: part._replace(info=infos.get(role, part.info)) for role, part in parts.items()}
     return target._replace(packed=target.packing._replace(parts=refitted_parts))
@@ -120,5 +120,5 @@ def refitted(target: OutputTensor, magnitude: float, fetch: Fetch) -> OutputTens
 def new_parts(target: OutputTensor) -> Iterator[PartBytes]:
     """Yield the parts of a refitted target that are held in memory."""
     for part in target.packing.parts.values():
-        if isinstance(part.info.source, Memory) and not part.numbers:
+        if isinstance(part.info.source, Memory) and not part.group:
             yield PartBytes(part.info.name, 0, bytes(part.info.source.content()))

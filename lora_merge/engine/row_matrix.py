@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_NUMBERS: Final = 2**18
+BLOCK_VALUES: Final = 2**18
 """Values of a block of rows: they stay in the caches."""
 
 CACHED: Final = 2**21
@@ -23,7 +23,7 @@ CACHED: Final = 2**21
 BITS_AT_ONCE: Final = 16
 """Bits that are counted each time that all values are read."""
 
-SORTED_NUMBERS: Final = 2**21
+SORTED_VALUES: Final = 2**21
 """Values that are sorted: once no more than these have the known leading bits, further bits are not counted."""
 
 INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
@@ -51,11 +51,11 @@ class RowMatrix:
         return RowMatrix((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
     def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order, as many at a time as `BLOCK_NUMBERS` says; all at once if a device holds the
+        """Yield all rows in order, as many at a time as `BLOCK_VALUES` says; all at once if a device holds the
         matrix. `owned`: whether the caller may overwrite them."""
         out, cols = self.shape
         on_device = self.memory is not None and self.memory.device.type != "cpu"
-        step = max(1, out if on_device else BLOCK_NUMBERS // max(cols, 1))
+        step = max(1, out if on_device else BLOCK_VALUES // max(cols, 1))
         for first in range(0, out, step):
             rows = slice(first, min(first + step, out))
             yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
@@ -134,7 +134,7 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
     with these leading bits, counted from the largest, number of these magnitudes)."""
     # The next bits of all magnitudes with the known leading bits are counted, until few magnitudes are left.
     known, left, rank, number = 0, -1, count, change.numel()
-    if change.numel() <= SORTED_NUMBERS:
+    if change.numel() <= SORTED_VALUES:
         return known, INTEGERS[change.read(slice(0, 0)).dtype][1], rank, change.numel()
     while left:
         counts: Tensor | None = None
@@ -154,7 +154,7 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
         digit = len(counts) - 1 - place
         known, left = (known << (before - after)) | digit, after
         number = int(counts[digit])
-        if number <= SORTED_NUMBERS:
+        if number <= SORTED_VALUES:
             break
     return known, left, rank, number
 

@@ -48,7 +48,7 @@ which some versions of torch cut such values to 448 and others write NaN."""
 WIDER: Final = ("bf16", "fp32")
 """Values of `--dtype` that an error recommends if another dtype is too small, the narrowest first."""
 
-CAST_NUMBERS: Final = 2**18  # values that are cast at once; more would leave the caches before they are checked
+CAST_VALUES: Final = 2**18  # values that are cast at once; more would leave the caches before they are checked
 
 CACHE_LINE: Final = 64  # bytes
 
@@ -70,9 +70,9 @@ def rounds_to_eight_bits(device: torch.device) -> bool:
     every = (upper << 16).view(torch.float32)  # every number of bf16
     try:
         for dtype in EIGHT:
-            numbers = every[every.abs() <= torch.finfo(dtype).max]
+            values = every[every.abs() <= torch.finfo(dtype).max]
             for source in (torch.float32, torch.bfloat16):
-                cast = _cast(numbers, source)
+                cast = _cast(values, source)
                 on_device = torch.empty_like(cast, device=device).copy_(cast)
                 codes = _cast(on_device, dtype).view(torch.uint8)
                 on_host = torch.empty(codes.shape, dtype=codes.dtype, device="cpu").copy_(codes)
@@ -83,8 +83,8 @@ def rounds_to_eight_bits(device: torch.device) -> bool:
     return True
 
 
-def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(numbers, dtype=dtype).copy_(numbers)
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(values, dtype=dtype).copy_(values)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def whole(tensor: Tensor) -> Tensor:
     return integers
 
 
-def numbers(values: Sequence[float], at: Placement) -> Tensor:
+def as_scalars(values: Sequence[float], at: Placement) -> Tensor:
     """Return the values as [n, 1, 1] at the placement."""
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
@@ -274,7 +274,7 @@ def convert(source: Tensor, into: Tensor, *, sums: bool = False) -> bool:
 
 def pieces(source: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield two tensors of one shape in pieces of a few rows."""
-    rows = max(1, CAST_NUMBERS * len(source) // max(source.numel(), 1))
+    rows = max(1, CAST_VALUES * len(source) // max(source.numel(), 1))
     for first in range(0, len(source), rows):
         yield source[first : first + rows], into[first : first + rows]
 

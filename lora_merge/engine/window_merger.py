@@ -28,7 +28,7 @@ from .requantisation import new_parts, refitted
 from .stages import WindowTask
 from .tasks import FoldResult, FoldTask, largest_of_each, settled
 from .tensor_moves import convert, settle
-from .tensors import CACHE_SHARE, CACHED_NUMBERS, DeviceCache, TensorCache, decoded, packed, raw
+from .tensors import CACHE_SHARE, CACHED_VALUES, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Fold, Window, WindowChange, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -73,7 +73,7 @@ class WindowMerger:
         uploaded = None
         if at[0].device.type != "cpu":
             uploaded = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
-        cache = DeviceCache(min(CACHED_NUMBERS, room // (4 * CACHE_SHARE)))
+        cache = DeviceCache(min(CACHED_VALUES, room // (4 * CACHE_SHARE)))
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
         # What folds: block by block, and on a GPU whole windows.
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
@@ -98,10 +98,8 @@ class WindowMerger:
                 task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))
                 continue
             name, weight = c.target.name, c.target.weight
-            numbers = packed(
-                base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,)
-            )
-            values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
+            stored = packed(base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,))
+            values = decoded(stored, weight, c.first, c.count, self.cache.fetch)
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.options.saturate)

@@ -360,7 +360,7 @@ class Candidate:
     arguments: NetworkArguments  # of the trainer
     magnitude: tuple[dora.Axis, Shape] | None  # None without one that has an effect
     configured: Mapping[str, float]  # scalars of the configuration
-    numbers: Mapping[str, float]
+    scalars: Mapping[str, float]
 
     def __init__(self, site: Site, formula: str, view: WeightView, used_settings: set[str], *, alone: bool) -> None:
         self.site, self.context, self.rules = site, site.context, site.rules
@@ -393,7 +393,7 @@ class Candidate:
         self._add_scale_remarks()
         settings = tuple(sorted(self.settings.items()))
         patch = Patch(
-            self.context.number, self.module, self.formula, self.shapes, self.numbers, settings, self.view,
+            self.context.number, self.module, self.formula, self.shapes, self.scalars, settings, self.view,
             self.magnitude, self.base_slots,
         )  # fmt: skip
         return FormulaChoice(patch, (*remarks, *self.remarks), frozenset(self.used_settings))
@@ -463,7 +463,7 @@ class Candidate:
             self.remarks.append(MAY_HAVE_GROUPS)
         # Factors of the inputs of several groups.
         on_input = self.module.slots.get("on_input")
-        if on_input is not None and any(self.context.values.numbers(on_input)):
+        if on_input is not None and any(self.context.values.elements(on_input)):
             groups = bypass.input_groups(self.shapes, shape)
             expect(holds=arguments.bypass or groups < 2, otherwise=ONLY_IN_BYPASS.format(groups=groups, shape=[*shape]))
         # A rotation of the output of all groups.
@@ -482,12 +482,12 @@ class Candidate:
         self.configured = {}
         if has_alpha if rules.borrowed else rules.aside and (has_alpha or ALPHA_SETTING in user):
             return
-        self.configured = rules.numbers(self.formula, name, shapes)
+        self.configured = rules.scalars(self.formula, name, shapes)
         if self.configured.get("scale") == 0 and ALPHA_SETTING in user:
             self.used_settings.add(ALPHA_SETTING)
-            self.configured = rules.with_alpha(user[ALPHA_SETTING]).numbers(self.formula, name, shapes)
+            self.configured = rules.with_alpha(user[ALPHA_SETTING]).scalars(self.formula, name, shapes)
 
-    def read_numbers(self) -> None:
+    def read_scalars(self) -> None:
         """Decide the scalars of the formula: from α, from the configuration, or from a stored scale."""
         row, shapes, shape, configured = self.row, self.shapes, self.view.shape, self.configured
         alpha, override = self._number("alpha"), self._number("scale_override")
@@ -496,28 +496,28 @@ class Candidate:
         # The formula's rule for α; a bias takes the rank of the factors of its module.
         weight = self.context.weights.get(self.module.name) if row.part_of_lora else None
         try:
-            numbers = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
+            scalars = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
         # What the trainer made of α.
         if is_norm_limit(row, self.module.name, alpha, self.context.adapter.index.metadata):
-            numbers["limit"] = float(alpha or 0)
+            scalars["limit"] = float(alpha or 0)
             self.remarks.append(NORM_LIMIT)
-        if "scale" in numbers:
+        if "scale" in scalars:
             if self.arguments.no_scale:
                 self.remarks.append(UNSCALED)
-            numbers["scale"] = 1.0 if self.arguments.no_scale else numbers["scale"] * self.arguments.factor
+            scalars["scale"] = 1.0 if self.arguments.no_scale else scalars["scale"] * self.arguments.factor
         # The configuration's scalars, and a stored scale, count more.
         if row.scale_from_config and not configured:
             raise DoesNotFit("the scale is stored only in adapter_config.json; copy it into the adapter's folder")
-        if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != numbers["scale"]:
+        if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != scalars["scale"]:
             self.remarks.append(OTHER_ALPHA)
-        numbers |= configured
+        scalars |= configured
         if override is not None and "scale" in row.scalars:
-            numbers["scale"] = override
+            scalars["scale"] = override
         elif alpha == 0 and not configured and self._alpha_matters:
             self.remarks.append(ZERO_ALPHA)
-        self.numbers = numbers
+        self.scalars = scalars
 
     def _stated_alpha(self, *, needed: bool) -> float | None:
         """Return α as the user states it, else, if it is needed, as the header or a file next to the adapter does."""
@@ -542,7 +542,7 @@ class Candidate:
         if prod(info.shape) != 1:
             where = f"{info.file}: {info.name} {list(info.shape)}"
             raise InputError(f"{slot} is not one number", where, "export it again")
-        value = self.context.values.numbers(info)[0]
+        value = self.context.values.elements(info)[0]
         infinite = slot != "alpha" and not isfinite(value)  # an infinite alpha is allowed in LoKr and OFT
         if info.dtype == "BOOL" or isnan(value) or infinite or not _in_fp32(value):
             raise _unusable(slot, value, info)
@@ -600,7 +600,7 @@ FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (
     ("settings", Candidate.check_settings),
     ("groups", Candidate.check_groups),
     ("configured scale", Candidate.read_configuration),
-    ("scale", Candidate.read_numbers),
+    ("scale", Candidate.read_scalars),
 )
 """The filters of one formula on one view of the weight, in order; each may use what the filters before it decided."""
 
@@ -620,7 +620,7 @@ def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) 
     Magnitudes must also be of the same axis, as [out] and [out, 1] are.
     """
     if prod(first.shape) == prod(second.shape) == 1:
-        return values.numbers(first) == values.numbers(second)
+        return values.elements(first) == values.elements(second)
     if slot != "magnitude":
         return values.same(first, second)
     flat = [replace(info, shape=(prod(info.shape),)) for info in (first, second)]

@@ -327,7 +327,7 @@ class ModulePlacer:
     def _place_bias(self, module: Module, patch: Patch) -> None:
         """Add a patch for the bias of a layer whose weight was placed, if the formula changes both."""
         up, on_input = module.slots.get("up"), module.slots.get("on_input")
-        if on_input is not None and any(self.values.numbers(on_input)):
+        if on_input is not None and any(self.values.elements(on_input)):
             return  # (IA)³ of inputs
         row = ALGORITHMS[patch.algorithm]
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")

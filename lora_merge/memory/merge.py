@@ -38,7 +38,7 @@ from ..engine.requantisation import new_parts, refitted
 from ..engine.row_blocks import Block, blocks, portions
 from ..engine.tasks import FoldResult, FoldTask
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
-from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_numbers
+from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_values
 from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
 from ..errors import InputError, UsageError
@@ -219,8 +219,8 @@ def _merged(
     """Return (name → result, parts of codes and measures); adds to the counts of cut values."""
     tensors, tasks, fetch = {}, [], folder.tensors.fetch
 
-    def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
-        values = decoded(numbers, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else numbers
+    def put(target: OutputTensor, block: Block, stored: Tensor, into: Tensor) -> None:
+        values = decoded(stored, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else stored
         if not convert(values, into):
             saturated[target.name] += settle(target.name, values, into, saturate=folder.options.saturate)
 
@@ -236,15 +236,15 @@ def _merged(
         _copy_padding(target, out, fetch)
         for block in blocks(target):
             if value is None or target.weight.packed:
-                numbers = stored_numbers(target.weight, *block.stored, fetch)
+                stored = stored_values(target.weight, *block.stored, fetch)
             else:
-                numbers = value.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
+                stored = value.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
             into = _rows(out, target, block)
-            numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
+            stored = stored if padded or target.weight.packed else stored.view(into.shape)
             if block.folded(drawn=folder.options.draw is not None):
-                tasks.append(FoldTask(block, numbers, into))
+                tasks.append(FoldTask(block, stored, into))
             else:
-                put(target, block, numbers, into)
+                put(target, block, stored, into)
     # Step 2: the blocks are folded; a scale that does not cover the result is fitted anew.
     merged = folder.fold(tasks)
     saturated += merged.cut
@@ -268,8 +268,8 @@ def _copy_padding(target: OutputTensor, out: Tensor, fetch: Fetch) -> None:
 def _amend(results: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:
     """Write new bytes of parts into copies of their tensors, which share memory with the input."""
     for name in dict.fromkeys(part.name for part in parts):
-        target, numbers = results[name]
-        results[name] = target, numbers.clone()
+        target, tensor = results[name]
+        results[name] = target, tensor.clone()
     for name, first, data in parts:
         into = as_bytes(results[name][1])[first : first + len(data)]
         into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -86,9 +86,9 @@ def _axes(tensor: Tensor) -> list[tuple[int, int]]:
 def _spans(tensors: Mapping[str, Tensor]) -> Iterator[ByteSpan]:
     for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_meta:
-            low, numbers = tensor.data_ptr(), 1 + sum((n - 1) * step for step, n in _axes(tensor))
+            low, elements = tensor.data_ptr(), 1 + sum((n - 1) * step for step, n in _axes(tensor))
             handle = 0 if tensor.device.type in ADDRESSED else tensor.untyped_storage().data_ptr()
-            yield ByteSpan((str(tensor.device), handle), low, low + numbers * tensor.element_size(), name, tensor)
+            yield ByteSpan((str(tensor.device), handle), low, low + elements * tensor.element_size(), name, tensor)
 
 
 def _touch(a: ByteSpan, b: ByteSpan) -> bool:

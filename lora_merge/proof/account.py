@@ -194,7 +194,7 @@ class _Copies:
 
     def __init__(self, used: Collection[StoredTensor], reader: Reader) -> None:
         self._used, self._reader = used, reader
-        self._numbers: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
+        self._digests: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
 
     def read(self, info: StoredTensor) -> Array:
         """Return the values of a tensor, without axes of length 1."""
@@ -207,11 +207,11 @@ class _Copies:
         return any(_digest(form) in self._of(form.shape) for form in (values, values.T))
 
     def _of(self, shape: Shape) -> set[bytes]:
-        if shape not in self._numbers:
+        if shape not in self._digests:
             alike = [info for info in self._used if tuple(n for n in info.shape if n != 1) == shape]
-            self._numbers[shape] = {_digest(self.read(info)) for info in alike}
-        return self._numbers[shape]
+            self._digests[shape] = {_digest(self.read(info)) for info in alike}
+        return self._digests[shape]
 
 
-def _digest(numbers: Array) -> bytes:
-    return hashlib.sha256(numbers.tobytes()).digest()
+def _digest(values: Array) -> bytes:
+    return hashlib.sha256(values.tobytes()).digest()

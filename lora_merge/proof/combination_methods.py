@@ -296,10 +296,10 @@ def _factors(
 def _first(change: ReferenceRows, rows: Array, size: Array, count: int, unsure: Array) -> Array:
     """Return which magnitudes of some rows, `size`, are among the largest `count` of all, of equal ones the earlier;
     mark those that are near the last of them."""
-    numbers = change.shape[0] * change.shape[1]
-    if not 0 < count < numbers:
+    elements = change.shape[0] * change.shape[1]
+    if not 0 < count < elements:
         return np.full(size.shape, count > 0)
-    every, at = change.flat(np.abs), numbers - count
+    every, at = change.flat(np.abs), elements - count
     every.partition((at - 1, at))
     edges = every[at - 1 : at + 1].copy()
     left = count - int(np.count_nonzero(every[at:] > edges[1]))  # so many equal ones are among them

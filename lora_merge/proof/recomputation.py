@@ -376,7 +376,7 @@ class Recomputation:
 
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.base_slots)
         base = partial(self._view, patch.view, patch.adapter, row_changes)
-        return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
+        return FormulaInput(read, base, slots, patch.scalars, settings, patch.view.shape, rows, patch.view.matrix)
 
     def _rebuilt(self, patch: Patch, row_changes: RowChanges) -> Mapping[str, Array]:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""

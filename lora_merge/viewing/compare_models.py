@@ -22,15 +22,15 @@ from ..models.names import Names
 from ..models.weights import Weight, WeightView
 from ..proof.weights import within_rounding
 from .hashes import READ_BYTES
-from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
+from .pictures import HISTOGRAM_ROWS, SPECTRUM_VALUES, histogram, matrix_pictures
 
 WINDOWS: Final = 8  # parts of a quantised tensor whose rounding is judged
-WINDOW_NUMBERS: Final = 1 << 12  # values of such a part
+WINDOW_VALUES: Final = 1 << 12  # values of such a part
 ROUNDED_SHARE: Final = 0.98
 """The least share of values within half a step of their quantised values: scales that are searched for the least error
 cut off the largest values of some groups. Of a merge that is quantised anew more values are further away."""
 
-COMPARED_NUMBERS: Final = 1 << 17  # values that are compared at once, which a core's cache holds
+COMPARED_VALUES: Final = 1 << 17  # values that are compared at once, which a core's cache holds
 AT_ONCE: Final = 4  # tensors, also on fewer cores: some wait for the disk; quantised and renamed ones are read whole
 NARROW_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 FAST_PLACE: Final = place("cpu", "F32")
@@ -120,7 +120,7 @@ def difference_pictures(
     a: Index, b: Index, lookup: Names, chosen: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield some tensors of B, each with `spectrum` and `histogram` of its difference from A. Of tensors of more than
-    SPECTRUM_NUMBERS numbers only some rows are read, and quantised ones of that size have none."""
+    SPECTRUM_VALUES values only some rows are read, and quantised ones of that size have none."""
     with Reader([a, b]) as reader, torch.no_grad():
         pair = _Pair(a, b, lookup, reader)
         for info in (b.tensors[name] for name in chosen):
@@ -149,7 +149,7 @@ class _Pair:
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
         same = self.a.tensors.get(info.name)
-        if prod(info.shape) <= SPECTRUM_NUMBERS:
+        if prod(info.shape) <= SPECTRUM_VALUES:
             whole = self._whole(self.b, info).float()
             if same is not None:
                 return matrix_pictures(whole - self._whole(self.a, same).float())
@@ -201,8 +201,8 @@ class _Pair:
         within = of = 0
         count = first.numel()
         for low in range(0, count, max(-(-count // WINDOWS), 1)):
-            high = min(low + WINDOW_NUMBERS, count)
-            sides = [(index, info, _numbers(values[low:high]).numpy())
+            high = min(low + WINDOW_VALUES, count)
+            sides = [(index, info, _wide(values[low:high]).numpy())
                      for index, info, values in ((self.a, a, first), (self.b, b, other))]  # fmt: skip
             within, of = within + within_rounding(self.reader, sides, low, high), of + high - low
         return within >= ROUNDED_SHARE * of
@@ -228,7 +228,7 @@ def _of_values(a: Tensor, b: Tensor, *, rounding: bool = True) -> DifferenceSums
     """Return the sums for two flat tensors; two NaN are equal. `rounding`: also whether any two values are more than
     one step of the coarser dtype apart."""
     total = DifferenceSums()
-    for first, other in zip(torch.split(a, COMPARED_NUMBERS), torch.split(b, COMPARED_NUMBERS), strict=True):
+    for first, other in zip(torch.split(a, COMPARED_VALUES), torch.split(b, COMPARED_VALUES), strict=True):
         fast = _in_float32(first, other, rounding=rounding and not total.beyond_rounding)
         total.add(fast or _in_float64(first, other, rounding=rounding))
     return total
@@ -258,7 +258,7 @@ def _beyond(apart: Tensor, values: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def _in_float64(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums:
-    first, other = _numbers(a), _numbers(b)
+    first, other = _wide(a), _wide(b)
     apart = other - first
     different = (first != other) & ~(first.isnan() & other.isnan())
     finite = apart[different & apart.isfinite()]
@@ -270,7 +270,7 @@ def _in_float64(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums:
     return sums
 
 
-def _numbers(values: Tensor) -> Tensor:
+def _wide(values: Tensor) -> Tensor:
     """Return the values in float64: float32 would not show the last bit of an integer."""
     return stage([values], EXACT_PLACE)[0]
 
@@ -278,10 +278,10 @@ def _numbers(values: Tensor) -> Tensor:
 def _norm_squared(values: Tensor) -> float:
     """Return Σ a² of the finite values of a flat tensor."""
     total = 0.0
-    for piece in torch.split(values, COMPARED_NUMBERS):
+    for piece in torch.split(values, COMPARED_VALUES):
         narrow = stage([piece], FAST_PLACE)[0] if piece.dtype in NARROW_DTYPES else None
         squares = inf if narrow is None else _sum_of_squares(narrow)
-        total += squares if isfinite(squares) else _squared(_numbers(piece))
+        total += squares if isfinite(squares) else _squared(_wide(piece))
     return total
 
 

@@ -166,8 +166,8 @@ def _effective(matched: Matches, lookup: Names) -> dict[str, Any]:
     factors: dict[str, list[float]] = {}
     for key, uses in matched.adapters[0].uses.items():
         for use in uses:
-            if "scale" in use.patch.numbers:
-                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
+            if "scale" in use.patch.scalars:
+                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.scalars["scale"])
     return {component: spread(values) for component, values in factors.items()}
 
 

@@ -185,7 +185,7 @@ class PeftRules:
         name = bare(module).replace(WRAPPER, "")
         return parameters(self.fields, module) or (f"{name}.weight", f"{name}.in_proj_weight")
 
-    def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
+    def scalars(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
         """Return the scalars in the configuration. DoesNotFit if it contradicts the tensors, InputError if its
         patterns use other names than the file."""
         if self.borrowed and self.fields.get("alpha_pattern") and not is_layer(self.fields, module):

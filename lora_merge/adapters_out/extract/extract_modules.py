@@ -23,7 +23,7 @@ from ...disk.reader import Reader
 from ...dtypes import ITEM_BYTES, StoredTensor
 from ...engine.row_matrix import RowMatrix
 from ...engine.tensor_moves import FILE_DTYPES, finite, pieces
-from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
+from ...engine.tensors import as_bytes, stored_values, view_bytes, weight_values
 from ...errors import FitError, InputError, beyond_fp64
 from ...files.checkpoint import Index
 from ...models.experts import is_stack
@@ -66,7 +66,7 @@ SIGNIFICANDS: Final[Mapping[str, tuple[int, int]]] = {
 NARROW_DTYPES: Final = frozenset({"F16", "BF16"})
 """Dtypes of 16 bits, in which a difference may be mostly rounding."""
 
-SAMPLED_NUMBERS: Final = 2**16
+SAMPLED_VALUES: Final = 2**16
 """The most values of a weight by which its rounding errors are estimated."""
 
 
@@ -84,7 +84,7 @@ def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
     return total / max(values.numel(), 1) / 12
 
 
-READ_ONCE_NUMBERS: Final = 2**24
+READ_ONCE_VALUES: Final = 2**24
 """Values up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
 
 
@@ -104,7 +104,7 @@ class Side:
         """Return the same by rows; those of a large weight are read when they are asked for."""
         (piece, *others) = view.row_slices
         plain = not others and not piece.transposed and piece.key not in self.index.packed
-        if piece.size <= READ_ONCE_NUMBERS or not plain:
+        if piece.size <= READ_ONCE_VALUES or not plain:
             return RowMatrix.of(self.rows(view))
 
         def read(rows: slice) -> Tensor:
@@ -116,7 +116,7 @@ class Side:
         weight = self.weight(piece.key)
         if weight.packed is None:
             count = (piece.stop - piece.start) * piece.cols
-            rows = stored_numbers(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
+            rows = stored_values(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
         else:
             rows = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
         return rows[:, piece.across].mT if piece.transposed else rows
@@ -178,7 +178,7 @@ class Difference:
         """√(v · values) / ‖Δ‖, with v of some of the values; None where it is not known."""
         if not self.narrow or self.pair.fresh:
             return None
-        step, cols = -(-self.value.numel() // SAMPLED_NUMBERS), self.value.shape[1]
+        step, cols = -(-self.value.numel() // SAMPLED_VALUES), self.value.shape[1]
         some = [block.reshape(-1)[-rows.start * cols % step :: step] for rows, block in self.value.blocks(owned=False)]
         mean = mean_square(RowMatrix.of(torch.cat(some)[:, None]), self.dtypes)
         return None if mean is None else math.sqrt(mean * self.change.numel() / self.scanned[0].squares)
@@ -355,8 +355,8 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[PairBatch]
     open_batches: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         shape = pair.place.view.shape
-        numbers = prod(shape)
-        count = min(room // BYTES_ON_DEVICE, bound // BYTES_ON_HOST) // max(numbers, 1)
+        elements = prod(shape)
+        count = min(room // BYTES_ON_DEVICE, bound // BYTES_ON_HOST) // max(elements, 1)
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue

@@ -28,7 +28,7 @@ from ..module_tensors import StoredModule
 from ..output_file import Proof
 from ..parallel import PerThread
 from ..proof import (
-    CHANGE_NUMBERS,
+    CHANGE_VALUES,
     REDO,
     ChangeRows,
     Comparison,
@@ -105,8 +105,8 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
         for module, pair in pairs:
             (rows, cols), step = pair.place.view.matrix, _rows_at_once(pair, targets)
             stated = StatedLoss(module.layer.residual)
-            numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
-            comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
+            elements, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
+            comparisons.append(Comparison(pair.name, elements, nbytes, stated, partial(squares, pair, step)))
         compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head
         if head is not None:  # it has the factors of the embeddings that share its weight
             compared |= {f"{name}.weight" for name in (head.head, head.key) if name}
@@ -137,7 +137,7 @@ def _rows_at_once(pair: Pair, targets: Mapping[str, Target]) -> int:
         return max(matrix[0], 1)
     changing = (targets[piece.key] for piece in pieces if piece.key in targets)
     return max(
-        (rows_at_once(target, matrix) for target in changing), default=max(1, CHANGE_NUMBERS // max(matrix[1], 1))
+        (rows_at_once(target, matrix) for target in changing), default=max(1, CHANGE_VALUES // max(matrix[1], 1))
     )
 
 
@@ -162,10 +162,10 @@ def _of_value(pair: Pair, file: Index, tuned: Recomputation, stored: Recomputati
     the nearest one to that of the tuned checkpoint."""
     info = file.tensors[f"{pair.place.prefix}{pair.place.module}.{pair.place.parameter}"]
     (rows, cols), value = pair.tuned.matrix, _values(pair.tuned, tuned)
-    at_once = max(1, CHANGE_NUMBERS // max(cols, 1))
+    at_once = max(1, CHANGE_VALUES // max(cols, 1))
     for first in range(0, rows, at_once):
         part = slice(first, min(first + at_once, rows))
-        numbers, expected = stored.stored(info, (rows, cols), np.arange(part.start, part.stop)), value(part)
-        if not (np.abs(numbers - expected) <= NEAREST * step(expected, info.dtype)).all():
+        values, expected = stored.stored(info, (rows, cols), np.arange(part.start, part.stop)), value(part)
+        if not (np.abs(values - expected) <= NEAREST * step(expected, info.dtype)).all():
             raise VerificationFailed("a written value is not that of the tuned checkpoint", pair.name, REDO)
     return Squares(0.0, 0.0)

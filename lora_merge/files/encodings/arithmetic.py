@@ -77,13 +77,13 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = N
     return _times(byte_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
 
 
-def unpacked(numbers: Tensor) -> Tensor:
+def unpacked(values: Tensor) -> Tensor:
     """Return plain fp8 values on a CPU in fp32, in a twelfth of the time of torch's cast; others as they are, as those
     with NaN, whose bits torch's cast keeps."""
-    name = next((name for name, dtype in FP8_DTYPES.items() if numbers.dtype == dtype), "")
-    if not name or numbers.device.type != "cpu" or (last := last_byte(numbers.reshape(-1))) > LARGEST_BYTE[name]:
-        return numbers
-    return from_fp8(numbers, name, last=last).view(numbers.shape)
+    name = next((name for name, dtype in FP8_DTYPES.items() if values.dtype == dtype), "")
+    if not name or values.device.type != "cpu" or (last := last_byte(values.reshape(-1))) > LARGEST_BYTE[name]:
+        return values
+    return from_fp8(values, name, last=last).view(values.shape)
 
 
 def _times(values: Tensor, scale: float) -> Tensor:
@@ -110,12 +110,12 @@ def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
     """Return the nearest fp8 values as bytes; values beyond the range become the largest."""
-    numbers, limit = single(values), DTYPE_ROWS[dtype].largest
+    floats, limit = single(values), DTYPE_ROWS[dtype].largest
     if values.device.type == "cpu":
-        codes = numbers.to(FP8_DTYPES[dtype]).view(torch.uint8)
+        codes = floats.to(FP8_DTYPES[dtype]).view(torch.uint8)
         if last_byte(codes) <= LARGEST_BYTE[dtype]:
             return codes
-    return numbers.clamp(-limit, limit).to(FP8_DTYPES[dtype]).view(torch.uint8)
+    return floats.clamp(-limit, limit).to(FP8_DTYPES[dtype]).view(torch.uint8)
 
 
 def largest(values: Tensor) -> float:
@@ -218,24 +218,24 @@ def with_zero(low: Tensor, high: Tensor, ends: tuple[int, int]) -> tuple[Tensor,
     return scales.gather(0, best)[0], points.gather(0, best)[0]
 
 
-def neighbour(numbers: Tensor, up: Tensor) -> Tensor:
+def neighbour(values: Tensor, up: Tensor) -> Tensor:
     """Return the next number of the dtype above, where `up`, or below. The neighbours of one zero include the other.
 
     torch before 2.6 has no `nextafter` for fp16 on CUDA.
     """
-    bits = numbers.view(torch.int32 if numbers.dtype.itemsize == 4 else torch.int16)
-    sign, magnitude = 8 * numbers.dtype.itemsize - 1, torch.iinfo(bits.dtype).max
+    bits = values.view(torch.int32 if values.dtype.itemsize == 4 else torch.int16)
+    sign, magnitude = 8 * values.dtype.itemsize - 1, torch.iinfo(bits.dtype).max
     keys = bits ^ (bits >> sign & magnitude)  # in the order of the values
     keys = torch.where(up, keys + 1, keys - 1)
-    return (keys ^ (keys >> sign & magnitude)).view(numbers.dtype)
+    return (keys ^ (keys >> sign & magnitude)).view(values.dtype)
 
 
 @cached_table
 def _powers() -> Tensor:
     """Return the number of each byte of e8m0: 2 ** (b - 127), and NaN for 255."""
-    numbers = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
-    numbers[255] = float("nan")
-    return numbers
+    values = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
+    values[255] = float("nan")
+    return values
 
 
 def powers(raw: Tensor) -> Tensor:
@@ -243,16 +243,16 @@ def powers(raw: Tensor) -> Tensor:
     return _powers().index_select(0, raw.reshape(-1).view(torch.uint8).int())
 
 
-def power_above(numbers: Tensor) -> Tensor:
+def power_above(values: Tensor) -> Tensor:
     """Return the smallest powers of two that are not below the values, in fp32; 0 for 0."""
-    mantissa, exponent = torch.frexp(numbers.float())
+    mantissa, exponent = torch.frexp(values.float())
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.where(numbers > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-127, 127)), 0.0)
+    return torch.where(values > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-127, 127)), 0.0)
 
 
-def exponents(numbers: Tensor) -> Tensor:
+def exponents(values: Tensor) -> Tensor:
     """Return powers of two as e8m0 bytes."""
-    return (torch.frexp(numbers.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
+    return (torch.frexp(values.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
 
 
 @cached_table
@@ -290,8 +290,8 @@ def e2m1() -> Tensor:
 @cached_table
 def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT001
     """Return the two values of each byte of two codes, in fp32, as one of 64 bits: it is copied at once."""
-    codes, numbers = torch.arange(256), torch.tensor(table)
-    low, high = numbers[codes & 15], numbers[codes >> 4]
+    codes, values = torch.arange(256), torch.tensor(table)
+    low, high = values[codes & 15], values[codes >> 4]
     return torch.stack([high, low] if high_first else [low, high], 1).view(torch.int64).view(-1)
 
 

@@ -28,7 +28,7 @@ ROTATION_SIZES: Final = (4, 16, 64, 256, 1024)
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 
-PartNumbers: TypeAlias = "Mapping[str, Tensor]"
+PartValues: TypeAlias = "Mapping[str, Tensor]"
 """Role → stored values of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
 as bytes."""
 
@@ -44,7 +44,7 @@ ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 
 """The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
 
 
-def end_margin(parts: PartNumbers, most: float = 0.5) -> float:
+def end_margin(parts: PartValues, most: float = 0.5) -> float:
     """Return how many steps a number may be beyond the outermost codes of a scale that covers it: so many as round to
     these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""
     return BARELY if DRAW in parts else most
@@ -59,21 +59,21 @@ class OutOfRange(ValueError):
 
 
 class WeightPart(NamedTuple):
-    """One stored tensor of a group: `size` bytes for every `count` consecutive values of the weight.
+    """One stored tensor of a group: `size` bytes for every `group` consecutive values of the weight.
 
-    `count` is 0 for a tensor that belongs to the whole weight.
+    `group` is 0 for a tensor that belongs to the whole weight.
     """
 
     info: StoredTensor
-    numbers: int = 0
+    group: int = 0
     size: int = 0
 
     def span(self, first: int, count: int) -> tuple[int, int]:
         """Return (first byte, bytes) for `count` values of the weight from `first` on, which begins a unit."""
-        if not self.numbers:
+        if not self.group:
             return 0, self.info.nbytes
-        low = first // self.numbers * self.size
-        return low, min(-(-(first + count) // self.numbers) * self.size, self.info.nbytes) - low
+        low = first // self.group * self.size
+        return low, min(-(-(first + count) // self.group) * self.size, self.info.nbytes) - low
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,27 +142,27 @@ class Encoding:
 
     def nbytes(self, count: int) -> int:
         """Return the bytes of the codes of `count` consecutive values, which begin a unit."""
-        numbers, size = self.unit
-        return -(-count // numbers) * size
+        values, size = self.unit
+        return -(-count // values) * size
 
     def count(self, nbytes: int) -> int:
         """Return how many consecutive values of the weight `nbytes` bytes hold."""
-        numbers, size = self.unit
-        return nbytes // size * numbers
+        values, size = self.unit
+        return nbytes // size * values
 
-    def fault(self, role: str, numbers: Sequence[float]) -> str:
+    def fault(self, role: str, values: Sequence[float]) -> str:
         """Return the reason why the values of a part of the whole weight are invalid; "" if they are valid."""
         return ""
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return `count` values of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
         raise NotImplementedError
 
-    def factor_of(self, parts: PartNumbers) -> float:
+    def factor_of(self, parts: PartValues) -> float:
         """Return the factor of all values, 1 without one; InvalidPart if it is not a positive number."""
         return 1.0
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return the codes, and the parts that grow with the weight, of new values from `first` on.
 
         `values`: flat, fp32 or fp64, finite. `parts`: those of the values before the change; their scales are kept
@@ -170,7 +170,7 @@ class Encoding:
         """
         raise NotImplementedError
 
-    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
+    def refit(self, parts: PartValues, largest: float) -> PartValues:
         """Return the parts of the whole weight that cover values of this largest magnitude."""
         raise NotImplementedError
 
@@ -180,9 +180,9 @@ def _shared(form: type[Any], unit: tuple[int, int], group: int, /, **settings: A
     return form(unit, group, **settings)
 
 
-def finite(numbers: Tensor, what: str) -> Tensor:
+def finite(values: Tensor, what: str) -> Tensor:
     """Return values in fp32; InvalidPart if one is not finite. `what`: what they are, for the message."""
-    floats = numbers.float()
+    floats = values.float()
     if not bool(floats.isfinite().all()):
         raise InvalidPart(f"{what} is not a finite number")
     return floats
@@ -235,7 +235,7 @@ class Plain(Encoding):
         """Whether the stored values are the weight."""
         return True
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return the stored values."""
         return parts[CODES]
 

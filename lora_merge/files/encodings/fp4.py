@@ -21,7 +21,7 @@ from .base import (
     InvalidPart,
     OutOfRange,
     Packing,
-    PartNumbers,
+    PartValues,
     WeightPart,
     end_margin,
 )
@@ -68,29 +68,29 @@ class Fp4(Encoding):
         """Whether weights that servers join need one scale of the whole weight; ComfyUI joins none."""
         return self.kind != E8M0 and not self.high_first
 
-    def fault(self, role: str, numbers: Sequence[float]) -> str:
+    def fault(self, role: str, values: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
-        bad = role == WHOLE_SCALE and not all(0 <= n < inf and (n or not self.divided) for n in numbers)
-        return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
+        bad = role == WHOLE_SCALE and not all(0 <= n < inf and (n or not self.divided) for n in values)
+        return f"its scale is not a positive number: {values[0]:g}" if bad else ""
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return e2m1 · s · g in fp32."""
         from . import arithmetic
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
         if WHOLE_SCALE in parts and not parts[WHOLE_SCALE].item() and bool(values.any()):
             raise InvalidPart(ALL_ZEROS)
-        numbers = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+        scaled = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         if PRE in parts:
-            return numbers.view(-1, self.cols).mul_(self._pre(parts))
-        return numbers.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else numbers
+            return scaled.view(-1, self.cols).mul_(self._pre(parts))
+        return scaled.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else scaled
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return codes and scales of blocks; None if the scale of the whole weight does not cover the values."""
         from . import arithmetic
 
@@ -118,7 +118,7 @@ class Fp4(Encoding):
                 stored = self._stored(scale if rows is None else old.index_copy(0, rows, scale), parts, count)
         return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
 
-    def _codes(self, blocks: Tensor, scale: Tensor, parts: PartNumbers) -> Tensor:
+    def _codes(self, blocks: Tensor, scale: Tensor, parts: PartValues) -> Tensor:
         """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
         from . import arithmetic, stochastic_rounding
         from .nearest_codes import e2m1_codes
@@ -128,7 +128,7 @@ class Fp4(Encoding):
             stochastic_rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels
         )
 
-    def _refitted(self, blocks: Tensor, old: Tensor, parts: PartNumbers) -> Tensor | None:
+    def _refitted(self, blocks: Tensor, old: Tensor, parts: PartValues) -> Tensor | None:
         """Return the scales of blocks: the old ones, the same tensor, where all of them cover the values and are not
         too coarse. None if that of the weight does not cover them; OutOfRange if there is none."""
         import torch
@@ -149,7 +149,7 @@ class Fp4(Encoding):
             return old
         return torch.where(refit, self._fitted(largest.float() / LARGEST_CODE, whole, covered), old)
 
-    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
+    def refit(self, parts: PartValues, largest: float) -> PartValues:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
         import torch
 
@@ -170,14 +170,14 @@ class Fp4(Encoding):
         short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST_CODE  # among the smallest fp8 values
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
-    def _pre(self, parts: PartNumbers) -> Tensor:
+    def _pre(self, parts: PartValues) -> Tensor:
         """Return the factors of the inputs in fp32; InvalidPart if one is not a positive number."""
         factors = parts[PRE].float()
         if not bool(((factors > 0) & (factors < inf)).all()):
             raise InvalidPart("a factor of its inputs is not a positive number")
         return factors
 
-    def _whole(self, parts: PartNumbers) -> float:
+    def _whole(self, parts: PartValues) -> float:
         if WHOLE_SCALE not in parts:
             return 1.0
         scale = parts[WHOLE_SCALE].item()
@@ -185,7 +185,7 @@ class Fp4(Encoding):
             raise InvalidPart(fault)
         return 1 / scale if self.divided else scale
 
-    def _scale(self, parts: PartNumbers, count: int) -> Tensor:
+    def _scale(self, parts: PartValues, count: int) -> Tensor:
         """Return the scale of each block, times that of the weight, in fp32; InvalidPart if one is negative or NaN."""
         from . import arithmetic
 
@@ -200,7 +200,7 @@ class Fp4(Encoding):
             raise InvalidPart("a scale is negative or not a number")
         return scale * self._whole(parts)
 
-    def _stored(self, scale: Tensor, parts: PartNumbers, count: int) -> Tensor:
+    def _stored(self, scale: Tensor, parts: PartValues, count: int) -> Tensor:
         """Return the scales of blocks as they are stored."""
         from . import arithmetic
 
@@ -274,7 +274,7 @@ def fp4(
     # So many values are decoded together as share a scale, a row of factors, or a tile of scales.
     kind = "F8_E4M3" if nv else E8M0
     part = WeightPart(scale, TILE * cols, tiles) if swizzled else WeightPart(scale, size, 1)
-    together = part.numbers if swizzled else cols if of.pre is not None else size
+    together = part.group if swizzled else cols if of.pre is not None else size
     encoding = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
                       high_first=high_first, swizzled=swizzled, divided=divided, new_scales=new_scales,
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip

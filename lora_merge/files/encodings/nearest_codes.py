@@ -88,13 +88,13 @@ def _e2m1_codes() -> Tensor:
     """Return the code for each upper bits of fp32, whether or not bits below are set; values beyond the range give the
     largest. Marked are those of large values."""
     places = torch.arange(1 << UPPER, dtype=torch.int32)
-    numbers = (places >> 1 << CUT | (places & 1) << CUT - 1).view(torch.float32)
-    size, codes = numbers.abs(), torch.zeros(len(places), dtype=torch.uint8)
+    values = (places >> 1 << CUT | (places & 1) << CUT - 1).view(torch.float32)
+    size, codes = values.abs(), torch.zeros(len(places), dtype=torch.uint8)
     for code, (middle, even) in enumerate(
         [(0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True)], 1
     ):
         codes[(size > middle) if even else (size >= middle)] = code  # a tie goes to the even code
-    codes |= numbers.signbit().to(torch.uint8) << 3
+    codes |= values.signbit().to(torch.uint8) << 3
     return torch.where(size >= NEAR_END, codes | BEYOND, torch.where(size >= HALF, codes | LARGE, codes))
 
 

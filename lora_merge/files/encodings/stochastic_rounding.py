@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Draw: TypeAlias = "Callable[[str, int, int], Tensor]"
 """(name of a tensor, first number, count) → uniform numbers in [0, 1), in fp32."""
 
-ROUNDED_NUMBERS: Final = 2**20
+ROUNDED_VALUES: Final = 2**20
 """Values that are rounded at once."""
 
 GOLDEN_RATIO: Final = 0x9E3779B97F4A7C15 - 2**64
@@ -67,9 +67,9 @@ def rounded(values: Tensor, dtype: str, draw: Callable[[int, int], Tensor], at: 
     `draw`: (first, count) → uniform numbers. `at`: the place of the first number."""
     rounded_values = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     flat, into = values.reshape(-1), rounded_values.view(-1)
-    for first in range(0, len(flat), ROUNDED_NUMBERS):
-        some = flat[first : first + ROUNDED_NUMBERS]
-        into[first : first + ROUNDED_NUMBERS] = to_floats(some, dtype, draw(at + first, len(some)))
+    for first in range(0, len(flat), ROUNDED_VALUES):
+        some = flat[first : first + ROUNDED_VALUES]
+        into[first : first + ROUNDED_VALUES] = to_floats(some, dtype, draw(at + first, len(some)))
     return rounded_values
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, InvalidPart, PartNumbers, end_margin
+from .base import CODES, DRAW, Encoding, InvalidPart, PartValues, end_margin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class TableCodes(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""
         from . import arithmetic
 
@@ -50,7 +50,7 @@ class TableCodes(Encoding):
             values[whole:].mul_(scale[-1])
         return values
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return codes and scales."""
         import torch
 
@@ -74,7 +74,7 @@ class TableCodes(Encoding):
         codes = nearest(levels, parts[MAP])[: count + count % 2]
         return {CODES: arithmetic.in_halves(codes, high_first=True), **scales}
 
-    def _scale(self, parts: PartNumbers) -> Tensor:
+    def _scale(self, parts: PartValues) -> Tensor:
         """Return the scale of each block; InvalidPart if one is negative or not finite, or for a bad map."""
         scale = parts[ABSMAX]
         for table in (parts[role] for role in (MAP, NESTED_MAP) if role in parts):
@@ -89,7 +89,7 @@ class TableCodes(Encoding):
         return scale
 
     def _fitted(
-        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartNumbers
+        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartValues
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return scales as stored and as values: the old ones if they cover the values, else new ones."""
         import torch
@@ -126,7 +126,7 @@ class Fnuz(Encoding):
     name: ClassVar[str] = "fnuz"
     decode_only: ClassVar[str] = "only some AMD devices have these values"
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return the values in fp32."""
         from . import arithmetic
 

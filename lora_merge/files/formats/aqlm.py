@@ -35,6 +35,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         cols, size = across * width, books * ITEM_BYTES[codes.dtype]
         encoding = Aqlm.shared((width, size), cols, cols=cols, books=books, entries=entries, width=width,
-                         wide=codes.dtype == "I16", numbers=book.dtype, scales=scale.dtype, label="AQLM")  # fmt: skip
+                               wide=codes.dtype == "I16", float_dtype=book.dtype, scales=scale.dtype,
+                               label="AQLM")  # fmt: skip
         parts = {BOOK: WeightPart(book), SCALE: WeightPart(scale, cols, ITEM_BYTES[scale.dtype])}
         yield claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))

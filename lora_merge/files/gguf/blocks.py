@@ -206,22 +206,22 @@ def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None
     """
     kind = BLOCK_KINDS[name]
     old = raw.reshape(-1, kind.layout.size)
-    numbers, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
+    sub_blocks, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
     if uniform is not None or not bool(fields.d.any()):
-        return _encoded(kind, numbers, old, fields, uniform).reshape(-1)
+        return _encoded(kind, sub_blocks, old, fields, uniform).reshape(-1)
     # Nearly all blocks keep their scales, as their levels show; the others are read one sub-block at a time.
-    levels, new = _levels(numbers, fields.scale(), fields.shift()), old.clone()
+    levels, new = _levels(sub_blocks, fields.scale(), fields.shift()), old.clone()
     rows = _doubtful(kind.levels, levels, fields)
     kind.layout.put_codes(kind.levels.nearest(levels), new)
     if len(rows):
-        new[rows] = _encoded(kind, numbers[rows], old[rows], fields.at(rows), None)
+        new[rows] = _encoded(kind, sub_blocks[rows], old[rows], fields.at(rows), None)
     return new.reshape(-1)
 
 
-def _encoded(kind: BlockType, numbers: Tensor, old: Tensor, fields: BlockScales, uniform: Tensor | None) -> Tensor:
+def _encoded(kind: BlockType, values: Tensor, old: Tensor, fields: BlockScales, uniform: Tensor | None) -> Tensor:
     """Return new blocks [blocks, bytes] of values [blocks, sub-blocks, elements]. `fields`: the scales of the old."""
-    new, room = old.clone(), torch.empty_like(numbers)
-    low, high = ends_of_each(numbers, room)
+    new, room = old.clone(), torch.empty_like(values)
+    low, high = ends_of_each(values, room)
     scale, shift = fields.scale(), fields.shift()
     margin = 0.5 if uniform is None else BARELY
     covered = _covers(kind.levels, scale, shift, (low, high), margin)
@@ -234,18 +234,18 @@ def _encoded(kind: BlockType, numbers: Tensor, old: Tensor, fields: BlockScales,
         if shift is not None and (part := refitted.shift()) is not None:
             shift = shift.expand(covered.shape).clone()
             shift[rows] = part
-    levels = _levels(numbers, scale, shift, room)
+    levels = _levels(values, scale, shift, room)
     codes = kind.levels.nearest(levels) if uniform is None else kind.levels.drawn(levels, uniform.view(levels.shape))
     kind.layout.put_codes(codes, new)
     return new
 
 
-def _levels(numbers: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor | None = None) -> Tensor:
+def _levels(values: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor | None = None) -> Tensor:
     """Return (number + shift) / scale, which `CodeLevels` rounds to codes; `room`: a tensor for the result."""
-    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(numbers.dtype)  # 0 / inf is code 0
+    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(values.dtype)  # 0 / inf is code 0
     if shift is None:
-        return torch.div(numbers, divisor, out=room)
-    return torch.add(numbers, shift.unsqueeze(-1), out=room).div_(divisor)
+        return torch.div(values, divisor, out=room)
+    return torch.add(values, shift.unsqueeze(-1), out=room).div_(divisor)
 
 
 def _doubtful(levels: CodeLevels, new: Tensor, fields: BlockScales) -> Tensor:
@@ -379,9 +379,9 @@ def f16_beyond(values: Tensor, *, up: bool = True) -> Tensor:
     return _moved(near, near.float() < values, torch.where(values > 0, 1, -1).to(torch.int16))
 
 
-def _moved(numbers: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
+def _moved(values: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
     """Return f16 values, in fp32, those chosen moved by a step of their magnitude."""
-    moved = torch.where(where, (numbers.view(torch.int16) + step).view(torch.float16), numbers).float()
+    moved = torch.where(where, (values.view(torch.int16) + step).view(torch.float16), values).float()
     if not bool(moved.isfinite().all()):
         raise OutOfRange
     return moved

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import DTYPE_ROWS
-from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartNumbers
+from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartValues
 from .types import DECODED_ONLY_TYPES, GGML_TYPES
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Ggml(Encoding):
         """Rows and columns with one scale."""
         return (1, self.unit[0]) if self.quantised else (0, 0)
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return the values, in fp32; InvalidPart for scales that are not finite values."""
         values = self._decoded(parts[CODES])
         if self.offset:
@@ -63,11 +63,11 @@ class Ggml(Encoding):
             values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
         return values
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues:
         """Return the codes of new values; scales that cover them stay. OutOfRange if no scale does."""
         uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
-        numbers = self._stored_order(values)
-        return {CODES: self._encoded(numbers + self.offset if self.offset else numbers, parts[CODES], uniform)}
+        ordered = self._stored_order(values)
+        return {CODES: self._encoded(ordered + self.offset if self.offset else ordered, parts[CODES], uniform)}
 
     def _stored_order(self, values: Tensor) -> Tensor:
         """Return values with the rows of each head in llama.cpp's order."""

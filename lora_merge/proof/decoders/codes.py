@@ -227,7 +227,7 @@ def _finite(raw: Mapping[str, Any], role: str, dtype: str) -> Array:
 def aqlm(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return sums of entries of codebooks, times the scales of rows."""
     codes = np.frombuffer(raw["codes"], "<i2" if encoding.wide else "i1").astype(np.int64).reshape(-1, encoding.books)
-    book = _finite(raw, "book", encoding.numbers).reshape(encoding.books, encoding.entries, encoding.width)
+    book = _finite(raw, "book", encoding.float_dtype).reshape(encoding.books, encoding.entries, encoding.width)
     values = np.zeros((len(codes), encoding.width))
     for n in range(encoding.books):
         values += book[n, codes[:, n] & (encoding.entries - 1)]
@@ -310,7 +310,7 @@ def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     """Return whole numbers, with their scales and biases."""
     bits = np.unpackbits(np.frombuffer(raw["codes"], np.uint8), bitorder="little").reshape(count, encoding.bits)
     levels = bits @ (1 << np.arange(encoding.bits))
-    scale, bias = (decode(raw[role], encoding.numbers) for role in ("scale", "bias"))
+    scale, bias = (decode(raw[role], encoding.float_dtype) for role in ("scale", "bias"))
     if not (np.isfinite(scale) & np.isfinite(bias)).all():
         raise BadPart("a scale or a bias is not a finite number")
     group = np.arange(count) // encoding.group
