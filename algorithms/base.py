@@ -90,7 +90,7 @@ class Rebuild(NamedTuple):
     """Optional slots, all of which are computed if a file lacks one."""
     tensors: Callable[[LoadedModule], Mapping[str, Tensor]]
     """(LoadedModule) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the
-    sign of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not
+    sign of a singular vector and the order of equal values depend on them. Raises DoesNotFit if this base does not
     give the tensors of the training."""
     note: str
     """A remark for the user on a file that lacks them."""
@@ -103,7 +103,7 @@ class Checks:
     """The conditions for integers and settings of a file, which are checked before a formula reads them."""
 
     bounds: Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]] = field(default_factory=dict)
-    """Integer slot or setting → function of (fitted shapes, weight shape) → the allowed range of its numbers: one range
+    """Integer slot or setting → function of (fitted shapes, weight shape) → the allowed range of its values: one range
     for all, or one for each entry of the slot's first axis. Every integer slot that a file can store has a range."""
     integers: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
     """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit if integers within
@@ -115,8 +115,8 @@ class Checks:
     def check_integers(self, stored: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
         """Raise DoesNotFit for integer slots (int64 on the CPU, fitted shapes) outside their bounds, which would make
         a formula read or write outside the weight, and for integers that contradict the shapes."""
-        for slot, numbers in stored.items():
-            exceeded = outside(numbers, self.bounds[slot](shapes, target))
+        for slot, values in stored.items():
+            exceeded = outside(values, self.bounds[slot](shapes, target))
             expect(holds=exceeded is None, otherwise=f"{slot} has numbers outside of {exceeded}")
         if self.integers is not None:
             self.integers(stored, shapes, target)

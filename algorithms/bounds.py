@@ -34,9 +34,9 @@ class Bounds:
         whole = isinstance(value, int) and not isinstance(value, bool)
         return int(value) if whole and self.low <= value < self.end else None  # type: ignore[operator, call-overload]
 
-    def hold(self, numbers: Tensor) -> bool:
+    def hold(self, values: Tensor) -> bool:
         """Return whether all of these integers (any shape, int64) lie in the range."""
-        return not numbers.numel() or bool(self.low <= int(numbers.min()) and int(numbers.max()) < self.end)
+        return not values.numel() or bool(self.low <= int(values.min()) and int(values.max()) < self.end)
 
     def __str__(self) -> str:
         return f"{self.low} to {self.end - 1}" if self.low < self.end else "nothing"
@@ -54,8 +54,8 @@ SEED: Final = Bounds(-(2**63), 2**64)
 """The range of seeds that torch.Generator.manual_seed takes."""
 
 
-def outside(numbers: Tensor, bounds: Sequence[Bounds]) -> Bounds | None:
+def outside(values: Tensor, bounds: Sequence[Bounds]) -> Bounds | None:
     """Return the first range that these integers exceed, or None; `bounds` has one range for all integers, or one for
     each entry of their first axis."""
-    parts = [numbers] if len(bounds) == 1 else numbers.unbind()
+    parts = [values] if len(bounds) == 1 else values.unbind()
     return next((allowed for part, allowed in zip(parts, bounds, strict=True) if not allowed.hold(part)), None)

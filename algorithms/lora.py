@@ -5,7 +5,7 @@ kernel and B is 1×1, so the flattened product is the flattened ΔW. With a Tuck
 `mid`), ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
 
 LyCORIS trains its DyLoRA with α over the number of blocks, which only the file's metadata shows. Without metadata,
-a DyLoRA of linear layers has the names, the shapes and the numbers of a LoRA: it is merged by α / r, as LyCORIS loads
+a DyLoRA of linear layers has the names, the shapes and the values of a LoRA: it is merged by α / r, as LyCORIS loads
 it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r if all its ranks are used.
 """
 

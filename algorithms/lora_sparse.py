@@ -2,7 +2,7 @@
 lycoris/utils/__init__.py.
 
 S is stored as coordinates, values and size. The file calls it `bias_…`; it belongs to the weight.
-Indices and sizes are int16, so numbers above 32767 are stored as negative ones.
+Indices and sizes are int16, so values above 32767 are stored as negative ones.
 
 With a Tucker core, S has another meaning: since 1.7 that extraction takes it from the tuned weight
 instead of the change (4.1.3, `small_conv`), so S includes the base: at the positions of S,
@@ -92,7 +92,7 @@ def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
 
 
 def stored_bounds(_: Shapes, __: Shape) -> list[Bounds]:
-    """Return the range of stored numbers: int16, or positive int32 if a program saved them wider."""
+    """Return the range of stored values: int16, or positive int32 if a program saved them wider."""
     return [Bounds(-(2**15), 2**31)]
 
 

@@ -112,7 +112,7 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, target: Shape) -
 
 
 def block_size(triangle: int) -> int:
-    """Return b if b(b−1)/2 numbers are stored, 1 for no numbers; 0 if no b fits."""
+    """Return b if b(b−1)/2 values are stored, 1 for no values; 0 if no b fits."""
     b = (1 + isqrt(1 + 8 * triangle)) // 2
     return b if b * (b - 1) // 2 == triangle else 0
 

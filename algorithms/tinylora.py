@@ -1,4 +1,4 @@
-"""TinyLoRA, ΔW = B (Σ vᵢ Pᵢ) A with a few trained numbers v for several layers. PEFT 0.21.2 tuners/tinylora/layer.py.
+"""TinyLoRA, ΔW = B (Σ vᵢ Pᵢ) A with a few trained values v for several layers. PEFT 0.21.2 tuners/tinylora/layer.py.
 
 A and B are stored singular vectors of the weight. P is random: stored, or drawn again from the configuration's seed
 plus the number of the layer. That number also chooses which v a layer uses.

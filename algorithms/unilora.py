@@ -1,4 +1,4 @@
-"""Uni-LoRA, ΔW = B A, all numbers of A and B taken from one short vector. Li et al. 2025, arXiv:2506.00799.
+"""Uni-LoRA, ΔW = B A, all values of A and B taken from one short vector. Li et al. 2025, arXiv:2506.00799.
 
 A[i, j] = θ[a_ij] · s_ij, and B likewise; θ is stored once for all layers. The indices a and scales s are stored with
 `save_indices`; otherwise they are drawn for all layers at once, in the order of the model's code, see
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from .base import Indices
 
 MOST_INDICES: Final = 2**29
-"""The most numbers of all layers together: 4 GiB of indices."""
+"""The most values of all layers together: 4 GiB of indices."""
 
 
 @dataclass(frozen=True)
 class UniTensors:
     """The shared vector, and for every number of both factors its index in the vector and its scale."""
 
-    bank: Tensor  # θ, [n, numbers]; shared
+    bank: Tensor  # θ, [n, values]; shared
     down_choice: Indices | None = None  # [n, r, in]
     down_weight: Tensor | None = None  # [n, r, in]
     up_choice: Indices | None = None  # [n, out, r]
@@ -36,7 +36,7 @@ class UniTensors:
     rank: int = 0  # r; this and the following are set if the indices are not stored
     shuffle: int = 0  # `proj_seed`, a seed of numpy
     start: int = 0  # position of this layer's first number among those of all layers
-    total: int = 0  # count of the numbers of all layers
+    total: int = 0  # count of the values of all layers
     dtype: str = ""  # that of the weight; PEFT rounds the scales to it
 
 
@@ -75,7 +75,7 @@ def _factor(bank: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
 
 
 def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
-    """Return the indices of a layer's numbers, and their scales: 1 / √(number of uses of the entry in all layers)."""
+    """Return the indices of a layer's values, and their scales: 1 / √(number of uses of the entry in all layers)."""
     import torch
 
     (out, cols), settings = flat(loaded.target), loaded.settings
@@ -90,7 +90,7 @@ def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
-    """Return the index of each of `total` numbers, and the number of uses of each entry in fp32.
+    """Return the index of each of `total` values, and the number of uses of each entry in fp32.
 
     The uses are as even as possible, and shuffled, as in PEFT's generate_index, by numpy's generator."""
     import numpy as np

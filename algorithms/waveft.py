@@ -5,8 +5,8 @@ The positions of the entries are not stored: they are the first n of a random pe
 and columns, rounded up to even numbers, where f is the length of the filter; its quarters are the four bands. PEFT
 tuners/waveft/layer.py.
 
-wavelets.json has the filters by the names that PyWavelets gives them. Their numbers are those of PyWavelets 1.8.0
-(`pywt.Wavelet(name).rec_lo`), except for coif4: PEFT 0.21.2 (tuners/waveft/wavelet.py) trains with other numbers, which
+wavelets.json has the filters by the names that PyWavelets gives them. Their values are those of PyWavelets 1.8.0
+(`pywt.Wavelet(name).rec_lo`), except for coif4: PEFT 0.21.2 (tuners/waveft/wavelet.py) trains with other values, which
 differ by up to 0.012, so the file has PEFT's. PEFT 0.21.2 computes db1 to db10, sym2 to sym10 and coif1 to coif4; its
 configuration accepts the others, but training fails.
 """

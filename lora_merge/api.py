@@ -80,11 +80,11 @@ def merge(
         strength_for: Part of the model → factor that multiplies the strengths: `{"te": 0.5, "IN04-IN08": 0,
             "re:attn2": 0.8}`; parts are components, blocks, or regular expressions over the base's keys.
         unmatched: "error", or "skip": leave out modules that match no weight of the base, and list them in the report.
-        on_overflow: "error", or "saturate": replace numbers that are too large for the dtype of the output by its
+        on_overflow: "error", or "saturate": replace values that are too large for the dtype of the output by its
             largest finite number, and count them in the report.
         rounding: "nearest", or "stochastic": each number of a weight that an adapter changes, in all its rows, becomes
             one of its two neighbours in the output's dtype or format, the nearer one more often. Changes smaller than a
-            step survive on average, as noise. Other weights have the nearest numbers.
+            step survive on average, as noise. Other weights have the nearest values.
         seed: Of stochastic rounding, dare and della: the same seed gives the same bytes.
         keep_precision: Weights that a quantising `dtype` ("fp8_scaled", "nvfp4", "nf4", "q8_0" …) leaves as they are:
             "re:" and a regular expression, or a glob, for keys of the base, in addition to the usual ones (norms,
@@ -176,7 +176,7 @@ def unmerge(
     """Take adapters out of a merged checkpoint: the same changes with the opposite sign.
 
     Sums were rounded, so every number differs from the one before the merge by about one rounding step; a note of the
-    report says by how much. A merge that may have cut numbers (`on_overflow="saturate"`) or was no sum is refused. The
+    report says by how much. A merge that may have cut values (`on_overflow="saturate"`) or was no sum is refused. The
     base itself, if it is at hand, is exact.
 
     Parameters:
@@ -326,7 +326,7 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     Parameters:
         path: A checkpoint or an adapter.
         adapter: An adapter for the base at `path`, as for `merge`.
-        weights: Whether numbers are read too: for norms, stable ranks and energies of an adapter, or with a base for
+        weights: Whether values are read too: for norms, stable ranks and energies of an adapter, or with a base for
             the size of the change and how much of it the base's dtype keeps.
         hashes: Whether large files are hashed too; adapters up to 256 MiB are also for False. None: nothing is hashed,
             so that headers alone are read.

@@ -1,4 +1,4 @@
-"""Measures the effect of changes on weights: sums over numbers, from which norms and shares follow."""
+"""Measures the effect of changes on weights: sums over values, from which norms and shares follow."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Groups(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The change of one adapter, or of all, and the part of it that is in the output: sums over numbers.
+    """The change of one adapter, or of all, and the part of it that is in the output: sums over values.
 
     What is applied of it is s ΔW plus the error of the output, which is what is stored minus the exact sum.
     """
 
     change: float = 0.0  # Σ (s ΔW)²; exact where it follows from the factors of ΔW
-    intended: float = 0.0  # the same sum over the numbers that were looked at
+    intended: float = 0.0  # the same sum over the values that were looked at
     applied: float | None = 0.0  # Σ applied · s ΔW over them; None where what is stored was not looked at
     error: float = 0.0  # Σ error² over those of them that change
 
@@ -59,7 +59,7 @@ class Share(NamedTuple):
         return Share(self.change + other.change, self.intended + other.intended, known, self.error + other.error)
 
     def scaled(self, scale: float) -> Share:
-        """Return sums over so many times as many numbers."""
+        """Return sums over so many times as many values."""
         known = self.applied and scale * self.applied
         return Share(scale * self.change, scale * self.intended, known, scale * self.error)
 
@@ -94,14 +94,14 @@ NO_SHARE: Final = Share()
 
 @dataclass(frozen=True)
 class Measure:
-    """Sums over the numbers of merged weights. Where only some of them were looked at, the sums are scaled up."""
+    """Sums over the values of merged weights. Where only some of them were looked at, the sums are scaled up."""
 
-    of: float = 0.0  # numbers that the sums represent
-    elements: int = 0  # of them, the numbers that were read
-    changed: float = 0.0  # numbers that differ from what the output would hold without adapters
+    of: float = 0.0  # values that the sums represent
+    elements: int = 0  # of them, the values that were read
+    changed: float = 0.0  # values that differ from what the output would hold without adapters
     cut: int = 0  # those too large for the output's dtype
     weight: float = 0.0  # Σ W²
-    largest: float = 0.0  # the largest |ΔW| of the numbers that were read
+    largest: float = 0.0  # the largest |ΔW| of the values that were read
     all: Share = NO_SHARE
     adapters: Mapping[int, Share] = field(default_factory=lambda: NO_NORMS)
 
@@ -115,7 +115,7 @@ class Measure:
         )  # fmt: skip
 
     def with_exact(self, norms: Mapping[int, float], cut: int) -> Measure:
-        """Return the same with the exact norms that are known, and the count of numbers that were cut."""
+        """Return the same with the exact norms that are known, and the count of values that were cut."""
         if not norms and not cut:
             return self
         adapters = {a: s._replace(change=norms.get(a, s.change)) for a, s in self.adapters.items()}
@@ -123,7 +123,7 @@ class Measure:
         return replace(self, cut=self.cut + cut, all=whole, adapters=adapters)
 
     def scaled(self, count: int) -> Measure:
-        """Return sums that represent so many numbers."""
+        """Return sums that represent so many values."""
         scale = count / max(self.of, 1.0)
         if scale == 1:
             return self
@@ -175,7 +175,7 @@ class Checked(NamedTuple):
     rows: Sequence[int]
     weight: float  # Σ W²
     change: float  # Σ ΔW²
-    changed: int | None  # numbers that differ from what the output would hold without adapters; None: not known
+    changed: int | None  # values that differ from what the output would hold without adapters; None: not known
 
 
 class Measurement(NamedTuple):
@@ -250,7 +250,7 @@ class Measures:
     def to_dict(self, adapters: int, groups: Groups, cut: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
         """Return the numbers of the merge: in all, by group and by tensor; {} where nothing was measured.
 
-        `adapters`: their number. `cut`: tensor → numbers that were cut to the largest of their dtype.
+        `adapters`: their number. `cut`: tensor → values that were cut to the largest of their dtype.
         """
         tensors = {
             n: measure.with_exact(self.norms.get(n, NO_NORMS), cut.get(n, 0)) for n, measure in self.tensors.items()

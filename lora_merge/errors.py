@@ -177,7 +177,7 @@ def misfit(where: str, why: Exception) -> ShapeMismatch:
 
 
 def beyond_fp64(name: str, how: str = "large") -> TooLarge:
-    """Return the error for a layer whose change is too large, or too small, for the squares of its numbers in fp64."""
+    """Return the error for a layer whose change is too large, or too small, for the squares of its values in fp64."""
     return TooLarge(f"the change of a layer is too {how} to be computed", name, "leave this layer out")
 
 

@@ -130,7 +130,7 @@ class Job(Shown):
     on_overflow: OnOverflow = "error"
     """Whether a number that is too large for the output's dtype is an error, or is replaced by the largest number."""
     rounding: Rounding = "nearest"
-    """The ways to round merged numbers to those of the output: the nearest one, or one of both neighbours by draws."""
+    """The ways to round merged values to those of the output: the nearest one, or one of both neighbours by draws."""
     seed: int = 0
     keep_precision: tuple[str, ...] = ()
     """Weights that `dtype` does not quantise: `re:` and an expression, or a glob; `none` for no usual exceptions."""

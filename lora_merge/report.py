@@ -81,7 +81,7 @@ class Report(Shown):
         peak_memory: Bytes, the most that this process has used so far.
         verified: What the proof found; None without a proof.
         version: Of lora-merge.
-        saturated: Tensor → numbers that were cut (`on_overflow="saturate"`).
+        saturated: Tensor → values that were cut (`on_overflow="saturate"`).
         files: For each input folder its files: read, copied, or left out and why.
         notes: Remarks about the merge, such as a device that was not used; those about an adapter are in `coverage`.
         device_choice: Why `device="auto"` took the device.
@@ -170,7 +170,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, unasked(row["notes"]))
     yield from (line("warning", warning) for warning in too_large(report["numbers"]))
     if report["saturated"]:
-        yield line("cut", cut_numbers(report["saturated"]))
+        yield line("cut", cut_values(report["saturated"]))
     if (proof := report["verified"]) is not None:
         yield from brief_proof(proof)
     else:
@@ -189,7 +189,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("device", f"{report['device']}: {report['device_choice']}")
     yield from (line("warning", warning) for warning in too_large(report["numbers"]))
     if report["saturated"]:
-        yield line("cut", cut_numbers(report["saturated"]))
+        yield line("cut", cut_values(report["saturated"]))
     yield from survival_rows([(name, row["strengths"]) for name, row in report["coverage"].items()],
                              report["survival"], report["method"], each=True)  # fmt: skip
     if report["verified"] is not None:
@@ -341,7 +341,7 @@ def proof_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _cut_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield the row about numbers that were cut, as `--on-overflow saturate` asks."""
+    """Yield the row about values that were cut, as `--on-overflow saturate` asks."""
     if cut := proof["saturated"]:
         yield line(
             "cut",
@@ -382,8 +382,8 @@ def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str
     return f"{layers}: {worst_layer if verbose else 'the same share survives'}"
 
 
-def cut_numbers(counts: Mapping[str, int]) -> str:
-    """Return how many numbers were cut, by tensor."""
+def cut_values(counts: Mapping[str, int]) -> str:
+    """Return how many values were cut, by tensor."""
     most = sorted(counts, key=lambda name: (-counts[name], name))
     return f"{plural(sum(counts.values()), 'number')} too large for the output's dtype: " + listed(
         [f"{counts[name]} of {name}" for name in most]
@@ -391,7 +391,7 @@ def cut_numbers(counts: Mapping[str, int]) -> str:
 
 
 def recomputed(proof: Mapping[str, Any]) -> str:
-    """Return how much of a merge was computed again, and how far the output is from the exact numbers."""
+    """Return how much of a merge was computed again, and how far the output is from the exact values."""
     if not proof["changed"]:
         return "all tensors were copied, from the base or an adapter; none had to be recomputed"
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")

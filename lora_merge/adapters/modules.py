@@ -20,7 +20,7 @@ from ..dtypes import FLOATS, WHOLE_DTYPES, Shape, StoredTensor, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.file_signatures import instead
-from ..files.gguf.adapter import with_numbers
+from ..files.gguf.adapter import with_plain_values
 from ..models.names import UNKNOWN_TITLE, names
 from ..paths import typed
 from ..text import Note, plural
@@ -119,7 +119,7 @@ def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """All tensors of one adapter, grouped into modules. No weights have been read, only single numbers such as α."""
+    """All tensors of one adapter, grouped into modules. No weights have been read, only single values such as α."""
 
     path: Path
     index: Index
@@ -167,7 +167,7 @@ def group(index: Index) -> AdapterFile:
         raise model_in_its_place(index) or InputError(
             "an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16"
         )
-    index = index if index.gguf is None else replace(index, tensors=with_numbers(index.tensors), packed={})
+    index = index if index.gguf is None else replace(index, tensors=with_plain_values(index.tensors), packed={})
     # Each tensor goes to the group of its module and parameter, by the ending of its key.
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []

@@ -1,4 +1,4 @@
-"""The numbers of stored tensors, read a few rows at a time: of single values, and for comparisons. No torch."""
+"""The values of stored tensors, read a few rows at a time: single ones, and for comparisons. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final, Protocol
 from ..disk.reader import Reader, read_bytes
 from ..dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor
 
-COMPARED_NUMBERS: Final = 2**20
-"""Numbers of either tensor that are compared at once."""
+COMPARED_VALUES: Final = 2**20
+"""Values of either tensor that are compared at once."""
 
 COMPARED_BYTES: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
@@ -25,7 +25,7 @@ UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
 class Values(Protocol):
     """Access to the elements of stored tensors, in files or in memory."""
 
-    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
+    def elements(self, info: StoredTensor) -> tuple[float, ...]:
         """Return all elements of a small tensor of any stored dtype."""
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
@@ -39,7 +39,7 @@ class Values(Protocol):
 
 
 def is_all_zeros(info: StoredTensor, values: Values) -> bool:
-    """Return whether all numbers of a tensor are zeros."""
+    """Return whether all values of a tensor are zeros."""
     return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
 
 
@@ -49,8 +49,8 @@ class FileValues:
     def __init__(self, reader: Reader | None = None) -> None:
         self._reader = reader
 
-    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """See `Values.numbers`."""
+    def elements(self, info: StoredTensor) -> tuple[float, ...]:
+        """See `Values.elements`."""
         if not info.nbytes:
             return ()
         raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
@@ -76,7 +76,7 @@ class FileValues:
         same = copy.dtype == base.dtype and copy.nbytes == base.nbytes and not base.nbytes % max(rows, 1)
         if not same and not {copy.dtype, base.dtype} <= READ_AS.keys():
             return rows
-        step, count = max(1, COMPARED_NUMBERS // max(cols, 1)), 0
+        step, count = max(1, COMPARED_VALUES // max(cols, 1)), 0
         for low in range(0, rows, step):
             height = min(step, rows - low)
             expected, stored = (_rows(info, low, height) for info in (base, copy))
@@ -92,7 +92,7 @@ class FileValues:
         import numpy as np
 
         size, cols = ITEM_BYTES[info.dtype], prod(info.shape[1:])
-        step = max(1, COMPARED_NUMBERS // max(cols, 1))
+        step = max(1, COMPARED_VALUES // max(cols, 1))
         for low in range(*rows, step):
             count = min(step, rows[1] - low)
             raw = self._bytes(info, low * cols * size, count * cols * size)
@@ -112,7 +112,7 @@ def _rows(info: StoredTensor, first: int, count: int) -> bytes:
 
 
 def _cast(raw: bytes, dtype: str, other: str) -> bytes:
-    """Return the bytes of the same numbers in another dtype, rounded to nearest even."""
+    """Return the bytes of the same values in another dtype, rounded to nearest even."""
     import numpy as np
 
     values = np.frombuffer(raw, READ_AS[dtype])

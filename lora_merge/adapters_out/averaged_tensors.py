@@ -26,7 +26,7 @@ from ..errors import FitError, VerificationFailed, beyond_dtype
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
-from .factored_modules import FactoredSums, StoredNumbers, finite_numbers, read_numbers, weight_norms
+from .factored_modules import FactoredSums, StoredValues, finite_values, read_values, weight_norms
 from .factors import FactoredDelta
 from .groups import Target, layers_of_weights
 from .job import AdapterJob
@@ -60,8 +60,8 @@ def expect_alike(snapshots: Sequence[Index]) -> None:
             raise FitError("two snapshots have different configurations in their headers", str(index.path), NOT_ONE)
 
 
-AVERAGED_NUMBERS: Final = 2**18
-"""Numbers that are averaged at a time: they stay in the caches."""
+AVERAGED_VALUES: Final = 2**18
+"""Values that are averaged at a time: they stay in the caches."""
 
 
 @dataclass(frozen=True)
@@ -74,26 +74,26 @@ class Averages:
     reader: Reader
     dtype: str  # of the output, as files name it
 
-    def of(self, info: StoredTensor) -> StoredNumbers:
+    def of(self, info: StoredTensor) -> StoredValues:
         """Return a tensor's average over the snapshots, in the dtype of the output. FitError for a number that scales a
         change and is not the same in all."""
-        tensors = [finite_numbers(self.reader, index.tensors[info.name]) for index in self.snapshots]
+        tensors = [finite_values(self.reader, index.tensors[info.name]) for index in self.snapshots]
         if not _is_averaged(info):
             if any(not np.array_equal(t.wide(), tensors[0].wide()) for t in tensors):
                 raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
             return tensors[0]
         pieces = []
-        for first in range(0, max(tensors[0].bits.size, 1), AVERAGED_NUMBERS):
-            some = [t._replace(bits=t.bits[first : first + AVERAGED_NUMBERS]).wide() for t in tensors]
+        for first in range(0, max(tensors[0].bits.size, 1), AVERAGED_VALUES):
+            some = [t._replace(bits=t.bits[first : first + AVERAGED_VALUES]).wide() for t in tensors]
             pieces.append(as_stored(averaged(some, self.weights, self.betas), self.dtype))
         average = np.concatenate(pieces)
         if not all_finite(average, self.dtype):
             raise beyond_dtype(info.name)
-        return StoredNumbers(average, self.dtype)
+        return StoredValues(average, self.dtype)
 
 
 def _is_averaged(info: StoredTensor) -> bool:
-    """Return whether a tensor is averaged: numbers of a model, and none that scales a change, such as α."""
+    """Return whether a tensor is averaged: values of a model, and none that scales a change, such as α."""
     known = split(info.name)
     return info.dtype in FLOATS and (known is None or known[1].slot not in SCALE_SLOTS)
 
@@ -163,7 +163,7 @@ def _layers(
 ) -> Iterator[tuple[str, Layer]]:
     """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum. `weight`:
     gives ‖W‖² of the rows of the base that a layer changes; `count`: is called with the bytes of each layer."""
-    of_changes = FactoredSums(job, partial(read_numbers, means.reader))
+    of_changes = FactoredSums(job, partial(read_values, means.reader))
     of_tensors = FactoredSums(job, means.of)
     matrices: AveragedMatrices | None = None
     for target in sources.targets:
@@ -205,7 +205,7 @@ def weighted_sum(values: Sequence[Array], weights: Sequence[float], *, moving: b
 
 
 def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, begin: Counting) -> Proof:
-    """Compare tensors of the output with the sum of the snapshots' numbers by their weights, which a moving average
+    """Compare tensors of the output with the sum of the snapshots' values by their weights, which a moving average
     adds up otherwise; VerificationFailed if one is not the nearest number of its dtype."""
     index = open_checkpoint(path)
     averages = [info for info in index.tensors.values() if _is_averaged(info)]
@@ -213,22 +213,22 @@ def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, 
     def read(info: StoredTensor, source: Reader, first: int) -> Any:
         size = ITEM_BYTES[info.dtype]
         return decode(
-            source.read(info, first * size, min(AVERAGED_NUMBERS * size, info.nbytes - first * size)), info.dtype
+            source.read(info, first * size, min(AVERAGED_VALUES * size, info.nbytes - first * size)), info.dtype
         )
 
     with Reader([index]) as written:
 
         def squares(info: StoredTensor) -> Squares:
-            for first in range(0, prod(info.shape), AVERAGED_NUMBERS):
+            for first in range(0, prod(info.shape), AVERAGED_VALUES):
                 some = [read(i.tensors[info.name], reader, first) for i in means.snapshots]
                 average, slack = weighted_sum(some, means.weights, moving=means.betas is not None)
-                numbers = read(info, written, first).astype(np.float64)
-                if bool((np.abs(numbers - average) > step(average, info.dtype) + slack).any()):
+                values = read(info, written, first).astype(np.float64)
+                if bool((np.abs(values - average) > step(average, info.dtype) + slack).any()):
                     raise VerificationFailed("a written tensor is not the average", f"{path}: {info.name}", REDO)
             return Squares(0.0, 0.0)
 
         comparisons = [
-            Comparison(info.name, 2 * prod(info.shape), 8 * 4 * min(AVERAGED_NUMBERS, prod(info.shape)),
+            Comparison(info.name, 2 * prod(info.shape), 8 * 4 * min(AVERAGED_VALUES, prod(info.shape)),
                        StatedLoss(0.0), partial(squares, info))
             for info in averages
         ]  # fmt: skip

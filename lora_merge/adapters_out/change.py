@@ -116,7 +116,7 @@ class Evaluator:
         patch, piece = use.patch, use.piece
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
         row, of_adapter = ALGORITHMS[patch.algorithm], partial(Change, adapter=patch.adapter, strength=use.strength)
-        if row.stores == "change" and not patch.numbers and patch.magnitude is None and not piece.transposed:
+        if row.stores == "change" and not patch.scalars and patch.magnitude is None and not piece.transposed:
             stored = _of_width(self._stored(patch)[cut], width)
             return of_adapter(whole=in_place(stored, piece.start, out, self.at))
         low = row.low_rank
@@ -159,7 +159,7 @@ class Evaluator:
             stage([self.tensors.fetch(patch.module.slots[slot]).reshape(patch.shapes[slot])], self.at)[0]
             for slot in ("up", "down")
         )
-        return up.mul_(patch.numbers.get("scale", 1.0)), down
+        return up.mul_(patch.scalars.get("scale", 1.0)), down
 
     def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
         """Return the change of a weight that an adapter replaces: X − W. FitError if X has another shape."""
@@ -174,11 +174,11 @@ class Evaluator:
         return Change(adapter=number, strength=strength, whole=RowMatrix(target.matrix, read))
 
     def stored_values(self, key: str) -> Tensor:
-        """Return the numbers of a weight of the base, in the dtype in which they are stored."""
+        """Return the values of a weight of the base, in the dtype in which they are stored."""
         return weight_values(self.sources.weights[key], self.cache.fetch)
 
     def values(self, key: str) -> Tensor:
-        """Return the numbers of a weight of the base."""
+        """Return the values of a weight of the base."""
         return stage([self.stored_values(key)], self.at)[0]
 
     def _whole(self, piece: RowSlice) -> Tensor:
@@ -195,17 +195,17 @@ def in_place(stored: Tensor, start: int, out: int, at: Placement) -> RowMatrix:
     """Return stored rows at a placement, in a matrix that has zeros outside of them."""
 
     def read(rows: slice) -> Tensor:
-        numbers = torch.zeros(rows.stop - rows.start, stored.shape[1], dtype=at.dtype, device=at.device)
+        values = torch.zeros(rows.stop - rows.start, stored.shape[1], dtype=at.dtype, device=at.device)
         low, high = max(rows.start, start), min(rows.stop, start + len(stored))
         if low < high:
-            numbers[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
-        return numbers
+            values[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
+        return values
 
     return RowMatrix((out, stored.shape[1]), read)
 
 
-def _of_width(numbers: Tensor, width: int) -> Tensor:
-    return numbers.reshape(numbers.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
+def _of_width(values: Tensor, width: int) -> Tensor:
+    return values.reshape(values.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
 
 
 def joined(parts: Sequence[Change]) -> Change:

@@ -23,7 +23,7 @@ from ..errors import beyond_dtype
 from ..matching.patch import Patch
 from ..merge_methods import COMBINATIONS
 from .change import Change, Evaluator, cache_of, largest_rank, norms_of, squares_between
-from .factored_modules import StoredNumbers
+from .factored_modules import StoredValues
 from .factors import (
     Cut,
     FactoredDelta,
@@ -65,20 +65,20 @@ def apart_from(whole: RowMatrix, up: Tensor, down: Tensor, total: float, dtype: 
 class RoundedMatrix(NamedTuple):
     """A matrix as it is stored, the totals of the exact one, and ‖Δ − Δ̂‖²."""
 
-    numbers: Tensor
+    values: Tensor
     totals: Totals
     lost: float  # ‖Δ − Δ̂‖²
 
 
 def rounded(exact: RowMatrix, dtype: torch.dtype) -> RoundedMatrix:
     """Return a matrix that is rounded once, some rows at a time."""
-    numbers = torch.empty(exact.shape, dtype=dtype)
+    values = torch.empty(exact.shape, dtype=dtype)
     totals, lost = ZERO_TOTALS, 0.0
     for rows, block in exact.blocks(owned=False):
-        numbers[rows] = block
+        values[rows] = block
         totals += totals_of(block)
-        lost += squares(numbers[rows].double() - block.double())
-    return RoundedMatrix(numbers, totals, lost)
+        lost += squares(values[rows].double() - block.double())
+    return RoundedMatrix(values, totals, lost)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Storage:
         stored = rounded(delta.rows, self.dtype)
         effect = None if delta.whole is None else stored.totals.effect
         layer = Layer(WHOLE, 0, delta.before, None, stored.totals.squares, stored.lost, effect=effect)
-        return {"diff": stored.numbers.reshape(target.shape)}, layer
+        return {"diff": stored.values.reshape(target.shape)}, layer
 
     def _cut(self, target: Target, whole: RowMatrix, before: int, triples: Triples, cut: Cut) -> tuple[Slots, Layer]:
         """Return the leading triples of a matrix as factors."""
@@ -244,7 +244,7 @@ class Storage:
 
 
 def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:
-    """Return stored numbers as a tensor, in the same memory."""
+    """Return stored values as a tensor, in the same memory."""
     return torch.from_numpy(np.ascontiguousarray(bits)).view(dtype)
 
 
@@ -252,19 +252,19 @@ def rounded_change(place: Place, ending: str, change: RowMatrix, dtype: torch.dt
     """Return a parameter's whole change, rounded once."""
     stored = rounded(change, dtype)
     layer = Layer(WHOLE, 0, 0, None, stored.totals.squares, stored.lost)
-    return stored_module(place, {ending: stored.numbers.reshape(place.view.shape)}, layer)
+    return stored_module(place, {ending: stored.values.reshape(place.view.shape)}, layer)
 
 
 def rounded_value(place: Place, value: RowMatrix, change: RowMatrix, dtype: torch.dtype) -> StoredModule:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
     stored = rounded(value, dtype)
     layer = Layer(WHOLE, 0, 0, None, squares_of_rows(change), stored.lost)
-    return stored_module(place, {f".{place.parameter}": as_value(place, stored.numbers)}, layer)
+    return stored_module(place, {f".{place.parameter}": as_value(place, stored.values)}, layer)
 
 
-def as_value(place: Place, numbers: Tensor) -> Tensor:
+def as_value(place: Place, values: Tensor) -> Tensor:
     """Return a parameter as the model has it, which may be [in, out], such as Conv1D of GPT-2."""
-    value = numbers.reshape(place.view.shape)
+    value = values.reshape(place.view.shape)
     return (value.mT if is_turned(place) else value).contiguous()
 
 
@@ -274,7 +274,7 @@ def is_turned(place: Place) -> bool:
 
 
 def holds(dtype: torch.dtype, value: Tensor) -> bool:
-    """Return whether a dtype holds all numbers of a tensor."""
+    """Return whether a dtype holds all values of a tensor."""
     return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
 
 
@@ -301,7 +301,7 @@ class AveragedMatrices:
     """Computes both changes of weights of one job: the average of the changes, and that by the averaged tensors."""
 
     def __init__(
-        self, job: AdapterJob, sources: Sources, reader: Reader, read: Callable[[StoredTensor], StoredNumbers]
+        self, job: AdapterJob, sources: Sources, reader: Reader, read: Callable[[StoredTensor], StoredValues]
     ) -> None:
         """`read`: returns the average of a tensor of the snapshots."""
         self._job, self._read = job, read

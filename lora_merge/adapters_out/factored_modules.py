@@ -62,7 +62,7 @@ from .rounding import (
 from .sources import NOWHERE, Sources
 
 NORM_SAMPLE: Final = 2**14
-"""The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
+"""The values of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
 
 def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
@@ -88,8 +88,8 @@ def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float |
     return squares
 
 
-class StoredNumbers(NamedTuple):
-    """The numbers of a tensor as `as_stored` has them, in one dimension, and their dtype."""
+class StoredValues(NamedTuple):
+    """The values of a tensor as `as_stored` has them, in one dimension, and their dtype."""
 
     bits: Array
     dtype: str
@@ -101,16 +101,16 @@ class StoredNumbers(NamedTuple):
         return self.bits.view(DTYPE_ROWS[self.dtype].code).astype(np.float64)
 
 
-def read_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
-    """Return the numbers of a stored tensor."""
-    return StoredNumbers(stored_bits(stored(reader, info), info.dtype), info.dtype)
+def read_values(reader: Reader, info: StoredTensor) -> StoredValues:
+    """Return the values of a stored tensor."""
+    return StoredValues(stored_bits(stored(reader, info), info.dtype), info.dtype)
 
 
-def finite_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
-    """Return the numbers of a tensor of an adapter; InputError where one is not finite."""
-    numbers = read_numbers(reader, info)
-    expect_finite(numbers.bits, info)
-    return numbers
+def finite_values(reader: Reader, info: StoredTensor) -> StoredValues:
+    """Return the values of a tensor of an adapter; InputError where one is not finite."""
+    values = read_values(reader, info)
+    expect_finite(values.bits, info)
+    return values
 
 
 def expect_finite(bits: Array, info: StoredTensor) -> None:
@@ -140,7 +140,7 @@ class Summand(NamedTuple):
 
 @dataclass(frozen=True)
 class FactorBits:
-    """The factors of a sum as a file stores them: the inputs' numbers, those of B each times its weight in the sum."""
+    """The factors of a sum as a file stores them: the inputs' values, those of B each times its weight in the sum."""
 
     dtype: str
     ups: Sequence[Bits]
@@ -159,10 +159,10 @@ class FactorBits:
 
 @dataclass(frozen=True)
 class FactoredSums:
-    """Adds the changes of one job. `read`: returns the numbers of a tensor of the adapters."""
+    """Adds the changes of one job. `read`: returns the values of a tensor of the adapters."""
 
     job: AdapterJob
-    read: Callable[[StoredTensor], StoredNumbers]
+    read: Callable[[StoredTensor], StoredValues]
 
     def has(self, target: Target) -> bool:
         """Return whether headers show that the change of a weight is such a sum."""
@@ -173,13 +173,13 @@ class FactoredSums:
     def delta(self, target: Target, exactly: str | None = None) -> FactoredDelta | None:
         """Return Δ of a weight, in fp64; None for a change that is computed as a matrix.
 
-        `exactly`: the dtype of the output, if Δ is written with all of its columns: a sum of numbers of this dtype in
+        `exactly`: the dtype of the output, if Δ is written with all of its columns: a sum of values of this dtype in
         16 bits is in fp32, if that holds it.
         """
         if not self.has(target):
             return None
         factors = [self._read(use) for use in sorted(_active(target), key=lambda use: use.patch.adapter)]
-        with np.errstate(all="ignore"):  # numbers that are too large are seen in the sums
+        with np.errstate(all="ignore"):  # values that are too large are seen in the sums
             narrow = None
             if exactly in ("F16", "BF16") and self._is_concatenated(target, factors, exactly):
                 narrow = self._narrow(target, factors, exactly)
@@ -191,7 +191,7 @@ class FactoredSums:
         rows, cols = patch.view.matrix
         first, other = self.read(up), self.read(down)
         return StoredFactor(use, first.bits.reshape(rows, rank), other.bits.reshape(rank, cols),
-                            (first.dtype, other.dtype), patch.numbers.get("scale", 1.0))  # fmt: skip
+                            (first.dtype, other.dtype), patch.scalars.get("scale", 1.0))  # fmt: skip
 
     def _is_concatenated(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> bool:
         """Return whether the output has the factors of all adapters side by side: of all rows, each one once."""
@@ -425,7 +425,7 @@ class FactoredModules:
 def factored_modules(conversion: Conversion, reader: Reader) -> Callable[[], FactoredModules]:
     """Return a function that returns what makes the modules of sums of stored factors, for one thread."""
     job, sources = conversion.job, conversion.sources
-    sums = FactoredSums(job, partial(read_numbers, reader))
+    sums = FactoredSums(job, partial(read_values, reader))
     return partial(FactoredModules, conversion, sums, noise_of(sources), weight_norms(sources, reader))
 
 
@@ -434,7 +434,7 @@ def _scale(layer: Target) -> float:
     if len(layer.uses) != 1:
         return 1.0
     patch = layer.uses[0].patch
-    scale = patch.numbers.get("scale")
+    scale = patch.scalars.get("scale")
     plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
     return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
 
@@ -500,7 +500,7 @@ def copy_of(module: OutputModule, to: Dialect, reader: Reader) -> StoredModule:
     """Return the stored factors of a module; InputError where a number is not finite, or too large for fp64."""
     (share,), place = module.shares, module.place
     patch = share.patch
-    rank, scale = patch.shapes["down"][0], patch.numbers["scale"]
+    rank, scale = patch.shapes["down"][0], patch.scalars["scale"]
     up, down = patch.module.slots["up"], patch.module.slots["down"]
     raw = stored(reader, up), stored(reader, down)
     squares = _squares(raw, (up, down), rank, scale)

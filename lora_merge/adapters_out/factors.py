@@ -28,7 +28,7 @@ from .rounding import CANCELLED_SHARE_OF_FP32 as SINGLE
 from .rounding import HEADROOM, LEAST_ROWS, PRODUCT_WORK, Array, Distinct, Effect, as_stored, widened
 
 STORED_IN_16: Final = 1e-7
-"""Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit numbers."""
+"""Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit values."""
 
 CLEAN: Final = 1e3
 """The condition of a matrix in fp64 up to which one turn leaves its columns orthonormal to 1e-10: its square counts."""
@@ -99,7 +99,7 @@ class Grams(NamedTuple):
     rows: Array
 
     @classmethod
-    @np.errstate(all="ignore")  # numbers that are too large are seen in their sum
+    @np.errstate(all="ignore")  # values that are too large are seen in their sum
     def of(cls, left: Array, right: Array) -> Grams:
         """Return those of two factors."""
         return cls(left.T @ left, right @ right.T)
@@ -214,7 +214,7 @@ def without_repeats(left: Array, right: Array) -> tuple[Array, Array]:
 
 @contextmanager
 def decomposing(name: str) -> Iterator[None]:
-    """Raise TooLarge, with the name of a layer, where the products of its numbers are too large for fp64."""
+    """Raise TooLarge, with the name of a layer, where the products of its values are too large for fp64."""
     try:
         yield
     except Exception as e:
@@ -331,7 +331,7 @@ class Cut(NamedTuple):
 
 
 class InputBits(Protocol):
-    """Both factors as a file has to hold them, if the numbers of the inputs give them without a sum."""
+    """Both factors as a file has to hold them, if the values of the inputs give them without a sum."""
 
     @property
     def up(self) -> Array:
@@ -371,7 +371,7 @@ class FactoredDelta:
 
     @property
     def effect(self) -> Effect:
-        """The numbers of Δ, by some of its rows."""
+        """The values of Δ, by some of its rows."""
         return effect_of_product(self.left, self.right)
 
     @property
@@ -396,7 +396,7 @@ class FactoredDelta:
 
     def triples(self, noise: float) -> Triples | None:
         """Return the singular triples; None where L and R have more columns than Δ has rank: the matrix has fewer
-        numbers then."""
+        values then."""
         return of_factors(self.left, self.right, noise) if self.left.shape[1] <= min(self.matrix) else None
 
 
@@ -526,7 +526,7 @@ def apart(left: Array, right: Array, up: Array, down: Array, rows: Array | None 
     rows = right @ right.T if rows is None else rows
     first = left - up
     if down is right or np.array_equal(right, down):
-        first = first[first.any(1)]  # few rows, where the dtype holds most numbers
+        first = first[first.any(1)]  # few rows, where the dtype holds most values
         size = 1.0
         if first.dtype == np.float64:  # nothing cancels: fp32 does
             size = float(np.abs(first).max(initial=0)) or 1.0

@@ -54,7 +54,7 @@ class Form:
     rule: Rule
     """By which factors are cut."""
     rank: int | None = 0
-    """Of the factors; None: the numbers decide."""
+    """Of the factors; None: the values decide."""
     highest: int = 0
     """The most that the rank can be, which is what the disk has to hold."""
     whole: bool = True
@@ -178,7 +178,7 @@ def form_of_difference(job: AdapterJob, to: Dialect, place: Place, *, fresh: boo
     rule = job.rules.of_layer(place.label, kernel=place.kernel)
     if fresh or place.vector:
         return Form("value" if fresh else "vector", WHOLE, rule)
-    if rule.name == EXACT:  # every direction that numbers have
+    if rule.name == EXACT:  # every direction that values have
         rule = replace(rule, name="energy", value=1.0)
     algorithm = algorithm_in(job.algorithm, to)
     form = matrix_form(algorithm, rule, place.view.matrix, [None], name=place.label, fix=GIVE_RANK)
@@ -204,7 +204,7 @@ def _is_renamed(job: AdapterJob, to: Dialect, module: OutputModule) -> bool:
         return False
     (share,) = module.shares
     patch = share.patch
-    plain = is_stored_pair(patch) and patch.magnitude is None and patch.numbers.get("scale")
+    plain = is_stored_pair(patch) and patch.magnitude is None and patch.scalars.get("scale")
     if not plain or share.strength != 1 or not share.is_all(module.place):
         return False
     dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down")}
@@ -280,7 +280,7 @@ FACTOR_BYTES: Final = 40
 
 
 def svd_bytes(matrix: tuple[int, int], rule: Rule) -> int:
-    """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that numbers decide
+    """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that values decide
     may be the highest."""
     out, cols = matrix
     rank = min(out, cols, rule.ceiling or min(out, cols))
@@ -306,7 +306,7 @@ def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
 
 
 def _planned_module(module: OutputModule, form: Form, conversion: Conversion) -> PlannedLayer:
-    """Return the tensors of one module: factors at their highest rank, if the numbers decide it."""
+    """Return the tensors of one module: factors at their highest rank, if the values decide it."""
     to, job, place, patches = conversion.to, conversion.job, module.place, [s.patch for s in module.shares]
     shape, dtype = place.view.shape, written_dtype(job, module.shares) or "F32"
     if form.kind in ("value", "vector"):
@@ -321,7 +321,7 @@ def _planned_module(module: OutputModule, form: Form, conversion: Conversion) ->
         slots, rank = {slot: (_kind(i, job), i.shape) for p in patches for slot, i in p.module.slots.items()}, 0
     else:
         slots = _pair_of(module, conversion, dtype, rank)
-    scaled = not copied or any("scale" in p.numbers or "alpha" in p.module.shared for p in patches)
+    scaled = not copied or any("scale" in p.scalars or "alpha" in p.module.shared for p in patches)
     slots |= {"alpha": ("F32", ())} if to.alpha and scaled else {}
     magnitude = next((p.magnitude for p in patches if p.magnitude is not None), None)
     if job.keeps_forms and magnitude is not None:

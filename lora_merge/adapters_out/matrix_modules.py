@@ -1,4 +1,4 @@
-"""Modules whose numbers change, with torch: those of a conversion are copied, cut, fused or brought to another form;
+"""Modules whose values change, with torch: those of a conversion are copied, cut, fused or brought to another form;
 those of `combine`, `resize` and `average` have rows of the combined changes of one weight or several.
 
 The scale of a module whose tensors are copied goes into α, or where no α can hold it into a factor. LyCORIS reads LoKr
@@ -94,9 +94,9 @@ class Scales:
         """Return the α that gives a copy the scale of the original, {} where it needs none; None where no α can."""
         patch = share.patch
         alpha, unchanged = self.unchanged(patch)
-        if "scale" not in patch.numbers:
+        if "scale" not in patch.scalars:
             return unchanged if share.strength == 1 else None
-        scale = patch.numbers["scale"] * share.strength
+        scale = patch.scalars["scale"] * share.strength
         if _scale(patch, alpha) == scale:
             return unchanged
         alpha_of_scale = _alpha_of(patch, scale)
@@ -108,11 +108,11 @@ class Scales:
         info = patch.module.shared.get("alpha")
         if info is not None:
             alpha = float(self.evaluator.cache.fetch(info).float())
-            rows, limit = patch.view.shape[0], patch.numbers.get("limit", inf)
+            rows, limit = patch.view.shape[0], patch.scalars.get("limit", inf)
             if self.to.name != KEEP and isfinite(limit) and limit != alpha * rows:
                 alpha = limit / rows  # other names, with which α times the number of outputs is the limit
             return alpha, self._named(alpha)
-        if self.to.name == KEEP or not self.to.alpha or "scale" not in patch.numbers:
+        if self.to.name == KEEP or not self.to.alpha or "scale" not in patch.scalars:
             return None, {}
         alpha = _alpha_of(patch, _scale(patch, None)) or 1.0
         return alpha, self._named(alpha)
@@ -122,7 +122,7 @@ class Scales:
         patch, strength = share.patch, share.strength
         if strength == 1:
             return True
-        scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
+        scaled = replace(patch, scalars={**patch.scalars, "scale": patch.scalars["scale"] * strength})
         scaled_change, change = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
         return squares_between(scaled_change, change, strength) <= ALPHA_TOLERANCE**2 * strength**2 * squares_of_rows(
             change
@@ -168,10 +168,10 @@ def in_a_factor(
     `alpha`: that of the output. `dtype`: of the output; None: as stored.
     """
     patch = share.patch
-    scale, read = patch.numbers.get("scale", 1.0) * share.strength, 1.0
-    if "scale" in patch.numbers:
+    scale, read = patch.scalars.get("scale", 1.0) * share.strength, 1.0
+    if "scale" in patch.scalars:
         read = _scale(patch, alpha)
-        patch = replace(patch, numbers={**patch.numbers, "scale": read})
+        patch = replace(patch, scalars={**patch.scalars, "scale": read})
     strength, whole = share.strength, whole_change(share.patch, evaluator)
     squares = strength**2 * squares_of_rows(whole)
     for slot, info in patch.module.slots.items() if read and squares else ():
@@ -212,20 +212,20 @@ def rows_in_order(change: RowMatrix, order: Tensor) -> RowMatrix:
 
     def read(rows: slice) -> Tensor:
         sources = order[rows]
-        numbers = torch.zeros(len(sources), change.shape[1], dtype=torch.float64)
+        values = torch.zeros(len(sources), change.shape[1], dtype=torch.float64)
         in_change = sources >= 0
-        numbers[in_change] = change.of_rows(sources[in_change]).dense().double()
-        return numbers
+        values[in_change] = change.of_rows(sources[in_change]).dense().double()
+        return values
 
     return RowMatrix((len(order), change.shape[1]), read)
 
 
 def placed(rows: Tensor, share: PlaceChange, out: int) -> Tensor:
     """Return the rows of a share in a matrix of the place's rows; the others are zero."""
-    numbers = rows.new_zeros(out, rows.shape[1])
+    values = rows.new_zeros(out, rows.shape[1])
     for source, target, count in share.runs:
-        numbers[target : target + count] = rows[source : source + count]
-    return numbers
+        values[target : target + count] = rows[source : source + count]
+    return values
 
 
 _ROWS: Final[Mapping[dora.Axis, tuple[int, int]]] = MappingProxyType({"out": (-1, 1), "in": (1, -1)})
@@ -302,7 +302,7 @@ class Converter:
         return module
 
     def tensors_of(self, output: OutputModule, form: Form, rank: int | None = None) -> StoredModule:
-        """Return the tensors of one module whose numbers or names change, at a rank that is decided already."""
+        """Return the tensors of one module whose values or names change, at a rank that is decided already."""
         if form.kind == "value":
             return self._value(output)
         if form.kind == "vector":
@@ -346,7 +346,7 @@ class Converter:
         rank, number = row.rank(patch.shapes) if row.rank is not None else 0, None
         if product:
             rank = rank_of({ending: tuple(t.shape) for ending, t in tensors.items()})
-            number = patch.numbers.get("scale", 1.0) * share.strength * rank
+            number = patch.scalars.get("scale", 1.0) * share.strength * rank
         squares, lost = (moved.squares, moved.lost) if moved else self._rounding(patch)
         notes = (IN_A_FACTOR,) if moved else ()
         layer = Layer(patch.algorithm, rank, rank, number, squares, lost, notes)
@@ -421,7 +421,7 @@ class Converter:
             return Cut(rule, rank)  # α is the rank
         if not isinstance(self.job.alpha, str):
             return Cut(rule, rank, float(self.job.alpha))
-        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in output.shares}
+        scales = {s.patch.scalars.get("scale", 1.0) * s.strength for s in output.shares}
         scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in output.shares) else 0.0
         if self.job.alpha != KEEP or not scale or delta.left is None:
             return Cut(rule, rank)

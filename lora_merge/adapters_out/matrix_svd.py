@@ -274,7 +274,7 @@ TINY_SIDE: Final = 128
 """The shorter side up to which a matrix is decomposed without its Gram matrix, with all digits."""
 
 NUMBERS_OF_COLUMNS: Final = 2**23
-"""Numbers of some columns that are held at a time."""
+"""Values of some columns that are held at a time."""
 
 GRAM_LIMIT: Final = 1e-4
 """The share of the largest singular value from which on vectors from a Gram matrix are exact: it holds squares."""

@@ -162,7 +162,7 @@ def _entries(tensors: Sequence[HeaderEntry]) -> dict[str, str]:
 
 
 def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
-    """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
+    """Return the bytes of a file, at most, where values decide its ranks: `--rank size:` bounds all factors together,
     of which each layer has one direction at least. `inputs`: those whose metadata it keeps where they agree."""
     tensors, factors, least, others = list[HeaderEntry](), 0, 0, 0
     for layer in layers:

@@ -58,7 +58,7 @@ class Layer:
     lost: float  # ‖Δ − Δ̂‖² of the stored tensors
     notes: tuple[Note, ...] = field(default_factory=tuple)
     noise: float | None = None  # the share of ‖Δ‖ that rounding errors of two checkpoints have, where it is known
-    effect: Effect | None = None  # the numbers of Δ, where they were looked at
+    effect: Effect | None = None  # the values of Δ, where they were looked at
     norms: AdapterNorms = field(default_factory=dict)
     weight: float | None = None  # ‖W‖² of the base's weight, where it was read
     spectrum: Spectrum | None = None  # of a layer that was cut to its rank

@@ -326,7 +326,7 @@ def write_modules(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         inputs = [a.index for a in sources.adapters]
         rows = [tensor for _, layer in planned_modules(conversion) for tensor in layer.tensors]
         exact = job.command.combines and not job.command.cuts and job.rules.all_are(EXACT)
-        if exact or not job.ranked:  # else numbers decide
+        if exact or not job.ranked:  # else values decide
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
         reader = this.reading(sources.indexes)

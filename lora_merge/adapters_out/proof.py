@@ -45,10 +45,10 @@ from .parallel import PerThread, side_by_side
 from .sources import NOWHERE, Sources, same_base
 
 BUDGET: Final = 2**27
-"""Numbers that are formed for a proof that is not full: those of ΔW, once for every change of it."""
+"""Values that are formed for a proof that is not full: those of ΔW, once for every change of it."""
 
-CHANGE_NUMBERS: Final = 2**18
-"""Numbers of ΔW that are formed at once: they stay in the caches."""
+CHANGE_VALUES: Final = 2**18
+"""Values of ΔW that are formed at once: they stay in the caches."""
 
 RESIDUAL_TOLERANCE: Final = 0.01
 """The share by which a residual may differ from the reported one."""
@@ -60,7 +60,7 @@ REDO: Final = "run it again; if it fails again, report it with the inputs"
 
 
 class Squares(NamedTuple):
-    """The numbers of the comparison of a layer, in float64."""
+    """The values of the comparison of a layer, in float64."""
 
     size: float  # ‖Δ‖²
     off: float  # ‖Δ − Δ̂‖²; NaN for a layer that the file lacks
@@ -92,7 +92,7 @@ class Comparison:
     """One layer of the output, and how what was expected of it is compared with what is stored."""
 
     name: str
-    numbers: int  # that are formed; 0 for a comparison of bytes, which is always made
+    elements: int  # that are formed; 0 for a comparison of bytes, which is always made
     nbytes: int  # that it takes at most
     stated: StatedLoss
     squares: Callable[[], Squares | None]
@@ -103,11 +103,11 @@ def prove(comparisons: Sequence[Comparison], job: AdapterJob, path: Path, begin:
     """Return what was proven of `layers` layers of the file at `path`; VerificationFailed if one is not what the run
     reports.
 
-    Without --full it is a sample: as many, evenly over the file, as have at most BUDGET numbers, but one at least.
+    Without --full it is a sample: as many, evenly over the file, as have at most BUDGET values, but one at least.
     """
-    step = 1 if job.full else max(1, -(-sum(c.numbers for c in comparisons) // BUDGET))
-    formed = [c for c in comparisons if c.numbers][::step]
-    chosen = [*(c for c in comparisons if not c.numbers), *formed]
+    step = 1 if job.full else max(1, -(-sum(c.elements for c in comparisons) // BUDGET))
+    formed = [c for c in comparisons if c.elements][::step]
+    chosen = [*(c for c in comparisons if not c.elements), *formed]
     count, worst, name, recomputed = begin("prove", sum(c.nbytes for c in chosen)), 0.0, "", 0
 
     def work(comparison: Comparison) -> Squares | None:
@@ -210,7 +210,7 @@ def rows_at_once(target: Target, matrix: tuple[int, int]) -> int:
     arithmetic."""
     rows, cols = matrix
     alone = all(use.piece.cols == cols and not costs_all(use) for use in target.uses)
-    return max(1, CHANGE_NUMBERS // max(cols, 1)) if alone else max(rows, 1)
+    return max(1, CHANGE_VALUES // max(cols, 1)) if alone else max(rows, 1)
 
 
 def squares_of(expected: ChangeRows, stored: ChangeRows | None, rows: int, step: int) -> Squares:
@@ -247,8 +247,8 @@ def untouched(
     comparisons = []
     for target in targets:
         stated = StatedLoss(0.0, lost.get(target.key, 0.0), at_most=True)
-        numbers = prod(target.shape)
-        comparisons.append(Comparison(target.key, numbers, 8 * 4 * numbers, stated, partial(squares, target)))
+        elements = prod(target.shape)
+        comparisons.append(Comparison(target.key, elements, 8 * 4 * elements, stated, partial(squares, target)))
     return comparisons
 
 
@@ -399,8 +399,8 @@ def _change_of(module: Any, reader: Reader, part: Target) -> ChangeRows | None:
     else:
         up, down = read(module.slots["up"]), read(module.slots["down"])
         rank = down.shape[0]
-        numbers = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALE_SLOTS}
-        scale = numbers.get("scale_override", numbers.get("alpha", float(rank)) / rank)
+        elements = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALE_SLOTS}
+        scale = elements.get("scale_override", elements.get("alpha", float(rank)) / rank)
         left, right = scale * up.reshape(shape[0], rank), down.reshape(rank, shape[1])
 
         def stored(rows: slice) -> Array:
@@ -453,14 +453,14 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
         for target in sources.targets:
             stated = StatedLoss(worst, lost.get(target.key, 0.0), at_most=True)
             if not job.command.combines:
-                numbers, nbytes = _cost(target, sides.outputs.get(target.key))
+                elements, nbytes = _cost(target, sides.outputs.get(target.key))
                 squares = partial(_converted, target, stated, sides)
-                comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))
+                comparisons.append(Comparison(target.key, elements, nbytes, stated, squares))
             elif expected.has(target):
                 whole = replace(target, parts=(), turned=False)
-                numbers, nbytes = (2 + len(target.uses)) * prod(target.shape), expected.nbytes(target)
+                elements, nbytes = (2 + len(target.uses)) * prod(target.shape), expected.nbytes(target)
                 squares = partial(_combined, whole, expected, sides)
-                comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))
+                comparisons.append(Comparison(target.key, elements, nbytes, stated, squares))
         changed = {target.key for target in sources.targets}
         comparisons += untouched((t for t in again.targets if t.key not in changed), after, lost)
         return prove(comparisons, of_output, path, begin, layers=len(sources.targets))
@@ -539,7 +539,7 @@ def same_factors(target: Target, output: Target | None) -> TensorPairs:
     (use,), (again,) = target.uses, output.uses
     old, new = use.patch, again.patch
     facts = [
-        (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
+        (u.patch.algorithm, u.patch.scalars, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
     ]
     if not is_plain(old) or not is_plain(new) or facts[0] != facts[1] or old.view != new.view:
         return []
@@ -563,17 +563,17 @@ def _is_factored(target: Target | None) -> bool:
 
 
 def _cost(target: Target, output: Target | None) -> tuple[int, int]:
-    """Return how many numbers the comparison of one weight forms, and about how many bytes it takes."""
+    """Return how many values the comparison of one weight forms, and about how many bytes it takes."""
     (out, cols), sides = target.matrix, [side for side in (target, output) if side is not None]
     if pairs := same_factors(target, output):
         return 0, 2 * sum(min(new.nbytes, BYTES_AT_ONCE) for _, new in pairs)
-    numbers = sum(len(side.uses) + len(side.values) for side in sides) * out * cols
+    elements = sum(len(side.uses) + len(side.values) for side in sides) * out * cols
     nbytes = 8 * 4 * out * cols
     if known(target) and all(map(_is_factored, sides)):
         ranks = sum(use.patch.shapes["down"][0] for side in sides for use in side.uses)
-        numbers = min(numbers, PROBES * ranks * (out + cols) // FORMED)
+        elements = min(elements, PROBES * ranks * (out + cols) // FORMED)
         nbytes = min(nbytes, 8 * 2 * ranks * (out + cols))
-    return numbers, nbytes
+    return elements, nbytes
 
 
 Sides = tuple[tuple[Target, Recomputation], tuple[Target | None, Recomputation]]
@@ -613,7 +613,7 @@ def _products(target: Target | None, again: Recomputation, out: int, vectors: Ar
 
 
 def _formed(target: Target, sides: Sides) -> Squares:
-    """Return the comparison of all numbers of both changes."""
+    """Return the comparison of all values of both changes."""
     rows, cols = target.matrix
     (first, before), (output, after) = sides
     step = max(rows_at_once(side, (rows, cols)) for side in (first, output) if side)

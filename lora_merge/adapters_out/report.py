@@ -29,7 +29,7 @@ class AdapterReport(Shown):
         dtype: Its dtype.
         coverage: Adapter → modules, layers, strength.
         layers: Layer → block, algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|,
-            and changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked
+            and changed, the share of values that are not zero, of the `elements` of its `of` values that were looked
             at; adapters, the norm of each adapter's change at its strength (None: it changes nothing there); of two
             checkpoints weight, ‖W‖ of the base, and ratio, norm / weight; if these are in 16 bits also noise, the share
             of the norm that rounding errors have.

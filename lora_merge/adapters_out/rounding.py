@@ -1,5 +1,5 @@
-"""Numbers of files in fp32, and back in 16 bits, by numpy; and the effect of a change: its largest number, and the
-share of numbers that are not zero. No torch.
+"""Values of files in fp32, and back in 16 bits, by numpy; and the effect of a change: its largest value, and the
+share of values that are not zero. No torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ..engine.row_matrix import RowMatrix
 
 SUM_RUN: Final = 512
-"""Numbers whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
+"""Values whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
 
 SMALL, LARGE = 1e-20, 1e20
-"""Bounds of a sum of squares between which fp32 holds the squares of all numbers."""
+"""Bounds of a sum of squares between which fp32 holds the squares of all values."""
 
 PRODUCT_WORK: Final = 2**21
 """Multiplications for the rows of a product of factors that are looked at."""
@@ -36,7 +36,7 @@ LEAST_ROWS: Final = 8
 
 
 class Effect(NamedTuple):
-    """The numbers of ΔW."""
+    """The values of ΔW."""
 
     of: int
     elements: int  # of them, the ones that were looked at: whole rows, spread evenly
@@ -51,7 +51,7 @@ class Effect(NamedTuple):
 
 
 def effect_of_matrix(change: Tensor) -> Effect:
-    """Return the effect of numbers, all of which are looked at."""
+    """Return the effect of values, all of which are looked at."""
     count = change.numel()
     largest = max(-float(change.amin()), float(change.amax())) if count else 0.0  # half the time of aminmax()
     return Effect(count, count, int(change.count_nonzero()), largest)
@@ -79,9 +79,9 @@ def totals_of(block: Tensor) -> Totals:
 
 
 def squares(block: Tensor) -> float:
-    """Return the sum of the squares of all numbers.
+    """Return the sum of the squares of all values.
 
-    Runs of numbers are summed in fp32 where their dtype and size allow it: that takes a quarter of the time of fp64.
+    Runs of values are summed in fp32 where their dtype and size allow it: that takes a quarter of the time of fp64.
     """
     import torch
 
@@ -96,7 +96,7 @@ def squares(block: Tensor) -> float:
 
 
 def squares_of_rows(matrix: RowMatrix) -> float:
-    """Return the sum of the squares of all numbers."""
+    """Return the sum of the squares of all values."""
     return sum(squares(block) for _, block in matrix.blocks(owned=False))
 
 
@@ -110,11 +110,11 @@ def effect_of_layers(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     every = [*layers]
     if not every or any("largest" not in effect for effect in every):
         return {}
-    numbers, share = sum(effect["of"] for effect in every), {}
+    elements, share = sum(effect["of"] for effect in every), {}
     if all("changed" in effect for effect in every):
-        share = {"changed": fsum(effect["changed"] * effect["of"] for effect in every) / numbers if numbers else 0.0}
+        share = {"changed": fsum(effect["changed"] * effect["of"] for effect in every) / elements if elements else 0.0}
     return {
-        "of": numbers, "elements": sum(effect["elements"] for effect in every), **share,
+        "of": elements, "elements": sum(effect["elements"] for effect in every), **share,
         "largest": max(effect["largest"] for effect in every),
     }  # fmt: skip
 
@@ -132,7 +132,7 @@ CANCELLED_SHARE_OF_FP32: Final = 1e-2
 """The share of the squares of all columns from which on the square of their sum has digits enough."""
 
 HEADROOM: Final = 8.0
-"""By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
+"""By how much values of usual size are inside the range of a dtype, so that most of a column is."""
 
 PRODUCT_TABLES: Final = 32
 """Tables of products that are kept, of 128 KiB each: most layers have the same α / rank."""
@@ -159,14 +159,14 @@ class Distinct:
 
 
 def _of_half(raw: Raw) -> Matrix:
-    """Return numbers of fp16 in fp32, in a seventh of numpy's time: the bits are moved, and the exponent is corrected
+    """Return values of fp16 in fp32, in a seventh of numpy's time: the bits are moved, and the exponent is corrected
     by a product, which is exact for subnormals too. They have to be finite."""
     bits = np.frombuffer(raw, np.int16).astype(np.int32)
     bits <<= 13
     bits &= OF_HALF  # without the copies of the sign
-    numbers: Matrix = bits.view(np.float32)
-    numbers *= np.float32(2.0**112)
-    return numbers
+    values: Matrix = bits.view(np.float32)
+    values *= np.float32(2.0**112)
+    return values
 
 
 def _of_bfloat(raw: Raw) -> Matrix:
@@ -182,15 +182,15 @@ def _of_single(raw: Raw) -> Matrix:
 WIDEN: Final[Mapping[str, Callable[[Raw], Matrix]]] = MappingProxyType(
     {"F16": _of_half, "BF16": _of_bfloat, "F32": _of_single}
 )
-"""dtype → function that returns stored numbers in fp32."""
+"""dtype → function that returns stored values in fp32."""
 
 
-def narrowed(numbers: Matrix, dtype: str) -> Bits:
-    """Return the bits of the nearest numbers of a dtype of 16 bits, ties to even; infinity for those too large."""
+def narrowed(values: Matrix, dtype: str) -> Bits:
+    """Return the bits of the nearest values of a dtype of 16 bits, ties to even; infinity for those too large."""
     with np.errstate(all="ignore"):
         if dtype == "F16":
-            return numbers.astype(np.float16).view(np.uint16)
-        wide = numbers.view(np.uint32)
+            return values.astype(np.float16).view(np.uint16)
+        wide = values.view(np.uint32)
         nearest = wide >> 16  # in place from here on
         nearest &= 1
         nearest += 0x7FFF
@@ -201,7 +201,7 @@ def narrowed(numbers: Matrix, dtype: str) -> Bits:
 
 @lru_cache(maxsize=PRODUCT_TABLES)
 def products(dtype: str, weight: float) -> Bits:
-    """Return the products of all numbers of a dtype of 16 bits and a weight, rounded once, in the order of the numbers'
+    """Return the products of all values of a dtype of 16 bits and a weight, rounded once, in the order of the values'
     bits; those of infinity and NaN have no meaning. To look one up takes a quarter of the time of numpy's rounding to
     fp16."""
     every = WIDEN[dtype](np.arange(2**16, dtype=np.uint16))
@@ -209,20 +209,20 @@ def products(dtype: str, weight: float) -> Bits:
         return narrowed((every.astype(np.float64) * weight).astype(np.float32), dtype)
 
 
-ROUNDED_NUMBERS: Final = 2**18
-"""Numbers that are rounded to 16 bits at a time: the copies in between stay in the caches."""
+ROUNDED_VALUES: Final = 2**18
+"""Values that are rounded to 16 bits at a time: the copies in between stay in the caches."""
 
 
-def as_stored(numbers: Array, dtype: str) -> Array:
-    """Return the nearest numbers of a dtype: their bits, or in fp32 and fp64 the numbers."""
+def as_stored(values: Array, dtype: str) -> Array:
+    """Return the nearest values of a dtype: their bits, or in fp32 and fp64 the values."""
     if dtype in ("F64", "F32"):
-        return np.ascontiguousarray(numbers, DTYPE_ROWS[dtype].library)
-    if dtype in WIDEN and numbers.size > ROUNDED_NUMBERS and len(numbers) > 1:
-        step = max(1, ROUNDED_NUMBERS * len(numbers) // numbers.size)
-        parts = [as_stored(numbers[first : first + step], dtype) for first in range(0, len(numbers), step)]
+        return np.ascontiguousarray(values, DTYPE_ROWS[dtype].library)
+    if dtype in WIDEN and values.size > ROUNDED_VALUES and len(values) > 1:
+        step = max(1, ROUNDED_VALUES * len(values) // values.size)
+        parts = [as_stored(values[first : first + step], dtype) for first in range(0, len(values), step)]
         return np.concatenate(parts)
     with np.errstate(all="ignore"):  # infinity for those too large
-        single = np.ascontiguousarray(numbers, np.float32)
+        single = np.ascontiguousarray(values, np.float32)
         if dtype in WIDEN:
             return narrowed(single, dtype)
     import torch  # for fp8 and whole numbers alone
@@ -234,17 +234,17 @@ def as_stored(numbers: Array, dtype: str) -> Array:
 
 
 def stored_bits(raw: Bytes, dtype: str) -> Array:
-    """Return stored bytes as `as_stored` has numbers."""
+    """Return stored bytes as `as_stored` has values."""
     return raw.view(DTYPE_ROWS[dtype].library if dtype in ("F64", "F32") else np.dtype(f"u{ITEM_BYTES[dtype]}"))
 
 
 def data_of(bits: Array) -> memoryview:
-    """Return the bytes of stored numbers."""
+    """Return the bytes of stored values."""
     return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data if bits.size else memoryview(b"")
 
 
 def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
-    """Return stored numbers in fp32 or fp64. Those of fp16 have to be finite, or to be looked at by `all_finite`."""
+    """Return stored values in fp32 or fp64. Those of fp16 have to be finite, or to be looked at by `all_finite`."""
     if dtype == "F64":
         return bits.astype(kind, copy=False)
     if dtype in WIDEN:
@@ -253,19 +253,19 @@ def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
 
     from ..engine.tensor_moves import TORCH_DTYPES, host
 
-    numbers: Array = host(torch.from_numpy(bits).view(TORCH_DTYPES[dtype]), torch.float32).numpy()
-    return numbers.astype(kind, copy=False)
+    values: Array = host(torch.from_numpy(bits).view(TORCH_DTYPES[dtype]), torch.float32).numpy()
+    return values.astype(kind, copy=False)
 
 
 def all_finite(bits: Array, dtype: str) -> bool:
-    """Return whether all stored numbers of any dtype are finite."""
+    """Return whether all stored values of any dtype are finite."""
     return (
         is_finite(bits, dtype) if dtype in INFINITY_BITS else bool(np.isfinite(widened(bits, dtype, np.float64)).all())
     )
 
 
 def is_finite(raw: Raw, dtype: str) -> bool:
-    """Return whether all stored numbers are finite: their bits without the sign are smaller than those of infinity."""
+    """Return whether all stored values are finite: their bits without the sign are smaller than those of infinity."""
     kind = np.uint32 if dtype == "F32" else np.uint16
     bits = np.frombuffer(raw, kind)
     return int((bits & (np.iinfo(kind).max >> 1)).max(initial=0)) < INFINITY_BITS[dtype]
@@ -279,12 +279,12 @@ def stored(reader: Reader, info: StoredTensor) -> Bytes:
 
 
 def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool:
-    """Return whether all numbers of columns are surely below a limit, from the products of the columns: none is larger
+    """Return whether all values of columns are surely below a limit, from the products of the columns: none is larger
     than the norm of its column. Infinity and NaN are not below a limit that their dtype holds."""
     return bool((products.diagonal() < np.square(largest)).all())
 
 
 def is_held_by_fp32(squares: float, alone: float) -> bool:
-    """Return whether fp32 holds a sum of squares: it is finite, of its range, and no difference of larger numbers.
+    """Return whether fp32 holds a sum of squares: it is finite, of its range, and no difference of larger values.
     `alone`: the sum of the squares of its terms."""
     return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELLED_SHARE_OF_FP32 * alone

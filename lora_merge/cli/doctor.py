@@ -22,7 +22,7 @@ from ..disk.volumes import DIRECT_ON, Mode, file_system, free_bytes
 from ..disk.writer import timed_write
 from ..dtypes import spoken
 from ..engine.devices import place, precise, present, unusable
-from ..engine.tensor_moves import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
+from ..engine.tensor_moves import TORCH_DTYPES, Placement, as_scalars, host, move, stage, stage_indices
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
 from ..paths import exists
@@ -104,8 +104,8 @@ def _device(name: str) -> dict[str, Any]:
 def _holds(device: str, dtype: str) -> bool:
     """Return whether the device can hold a dtype and cast from and to it."""
     try:
-        numbers = stage([torch.ones(2)], Placement(torch.device(device), TORCH_DTYPES[dtype]))
-        return bool((host(numbers, torch.float32) == 1).all())
+        ones = stage([torch.ones(2)], Placement(torch.device(device), TORCH_DTYPES[dtype]))
+        return bool((host(ones, torch.float32) == 1).all())
     except (RuntimeError, TypeError, NotImplementedError):
         return False
 
@@ -131,7 +131,7 @@ def _device_memory(device: str) -> dict[str, int]:
 def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
     """Return the largest difference between the formula there and the reference, as a share of the largest number.
 
-    Base and adapter are stored in two dtypes first; both sides then start from the same stored numbers.
+    Base and adapter are stored in two dtypes first; both sides then start from the same stored values.
     """
     example = EXAMPLES[algorithm]
     base = _stored(weight(example), stored[0])
@@ -165,7 +165,7 @@ def computed(
     }
     slots |= row.derived(shapes(example), example.shape, example.settings)
     fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], to) for slot, t in slots.items()}
-    scalars = {n: numbers([example.numbers.get(n, 1.0)], to) for n in row.scalars}
+    scalars = {n: as_scalars([example.scalars.get(n, 1.0)], to) for n in row.scalars}
     with torch.no_grad():
         weight = stage([host(torch.from_numpy(base), TORCH_DTYPES[stored[0]])], at)
         inputs = row.prepared(row.tensors(**fields, **scalars, **example.settings))

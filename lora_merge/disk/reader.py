@@ -160,7 +160,7 @@ class Reader:
                 ranges.setdefault(info.source, []).append((info.offset + first, count))
         return [(file, some) for path, some in ranges.items() if (file := self._files[path].remote) is not None]
 
-    def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
+    def expect_single_values(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
         self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
 

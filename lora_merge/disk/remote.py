@@ -104,7 +104,7 @@ class RemoteFile:
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Begin to read small ranges (offset, size), which will be read one after another, except kept ones and single
-        numbers that came with the header."""
+        values that came with the header."""
         missing = [(at, size) for at, size in ranges if not (self._has(at, size) or self._came_with_header(at, size))]
         room = EXPECTED
         with _expecting:

@@ -1,7 +1,7 @@
 """Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call.
 
 `BlockFolder` groups blocks, folds each group (`fold.py`) on a lane (`lanes.py`) that has the memory for it
-(`lanes.py`), and writes the merged numbers, or their codes (`requantisation.py`).
+(`lanes.py`), and writes the merged values, or their codes (`requantisation.py`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from .tasks import (
     OutOfMemory,
     settled,
 )
-from .tensor_moves import DeviceStream, Placement, host, land, numbers, odd, settle, sum_too_large
+from .tensor_moves import DeviceStream, Placement, as_scalars, host, land, odd, settle, sum_too_large
 from .tensors import codecs_on, computing
 
 LEAST_WORK: Final = 2**16
-"""The least numbers that a thread of the pool gets at once: getting a tiny group would take longer than folding it."""
+"""The least values that a thread of the pool gets at once: getting a tiny group would take longer than folding it."""
 
 Task = TypeVar("Task", bound=BlockTask)
 Result = TypeVar("Result")
@@ -76,9 +76,9 @@ class FoldedBlocks(NamedTuple):
 
 
 class WrittenBlocks(NamedTuple):
-    """Folded blocks of plain numbers whose results are written."""
+    """Folded blocks of plain values whose results are written."""
 
-    too_large: Tensor | None  # the merged numbers, if some may be too large for their dtype
+    too_large: Tensor | None  # the merged values, if some may be too large for their dtype
     sample: RowSample | RunSample | None
     sums: PendingRowSums  # of a sample on a device
 
@@ -87,9 +87,9 @@ class WrittenBlocks(NamedTuple):
 class FoldOptions:
     """How a merge folds its blocks."""
 
-    saturate: bool = False  # whether numbers that are too large for the output's dtype are cut
+    saturate: bool = False  # whether values that are too large for the output's dtype are cut
     draw: Draw | None = None  # for stochastic rounding
-    sampling: Sampling = field(default_factory=Sampling)  # how many numbers are measured
+    sampling: Sampling = field(default_factory=Sampling)  # how many values are measured
     limits: MemoryLimits = field(default_factory=MemoryLimits)
 
     @staticmethod
@@ -129,7 +129,7 @@ class BlockFolder:
     def fold(self, tasks: Sequence[FoldTask]) -> FoldResult:
         """Do all tasks, equal kinds together, without autograd; only `into` is written.
 
-        Raises TooLarge for numbers that are too large for their dtype and may not be cut.
+        Raises TooLarge for values that are too large for their dtype and may not be cut.
         """
         return settled(list(self.begin(tasks)))
 
@@ -137,7 +137,7 @@ class BlockFolder:
         """Start to do all tasks, side by side if there is a pool; yield futures for `settled`."""
         encode = [task for task in tasks if isinstance(task, EncodeTask)]
         rest = [task for task in tasks if not isinstance(task, EncodeTask)]
-        shares = list(portions(groups(rest, _block, self.memory.most), _numbers, LEAST_WORK))
+        shares = list(portions(groups(rest, _block, self.memory.most), _elements, LEAST_WORK))
         sums = SharedSums(len(encode) + len(shares))
         for task in encode:
             yield self._submit(partial(self._encode, task, sums))
@@ -196,7 +196,7 @@ class BlockFolder:
                 return folded
             rows = folded.sample if isinstance(folded.sample, RowSample) else None
             return self._recoded(tasks, folded.values, rows, lane)
-        # Plain numbers: fold and write in one turn, then cut what is too large.
+        # Plain values: fold and write in one turn, then cut what is too large.
         written = self._in_turn(tasks, self._write, lane)
         if isinstance(written, OutOfMemory):
             return written
@@ -234,7 +234,7 @@ class BlockFolder:
             raise misfit(block.target.name, e) from e
 
     def _fold(self, tasks: Sequence[BlockTask], at: Placement, lane: DeviceStream) -> FoldedBlocks:
-        """Return the merged numbers of blocks of one kind."""
+        """Return the merged values of blocks of one kind."""
         blocks, first = [task.block for task in tasks], tasks[0]
         keep = first.keep if isinstance(first, LargestTask) else None  # None: the results are written
         # The inputs, stacked at the placement: tensors of the adapters, and base values.
@@ -242,7 +242,7 @@ class BlockFolder:
         base = base_values(tasks, at, None if keep else lane, self.tensors.fetch)
         units = [task.unit for task in tasks if isinstance(task, InUnitsTask)]
         if units:
-            stacks = [s.in_units(numbers(units, at)) for s in stacks]
+            stacks = [s.in_units(as_scalars(units, at)) for s in stacks]
         # W', and its observers: the sample for the report, and the largest sums on the way, as terms may cancel.
         sample = None if keep is False else sample_of(blocks, base, self.options.sampling)
         sums = LargestSums.of(blocks, base)
@@ -254,7 +254,7 @@ class BlockFolder:
         return FoldedBlocks(merged, sample, merged is base)
 
     def _write(self, tasks: Sequence[FoldTask], at: Placement, lane: DeviceStream) -> WrittenBlocks:
-        """Fold blocks of one kind and write the results, plain numbers."""
+        """Fold blocks of one kind and write the results, plain values."""
         merged, sample, same_memory = self._fold(tasks, at, lane)
         if self.options.draw is not None and tasks[0].into.dtype.itemsize < 4:
             drawn = [self.drawn(task.block, v) for task, v in zip(tasks, merged.unbind(), strict=True)]
@@ -268,14 +268,14 @@ class BlockFolder:
         return WrittenBlocks(None if sound else merged, sample, sums)
 
     def _uniform(self, block: Block, device: torch.device) -> Tensor | None:
-        """Return the draws of a block's numbers, made on a device; None for rounding to the nearest."""
+        """Return the draws of a block's values, made on a device; None for rounding to the nearest."""
         if self.options.draw is None:
             return None
         with computing(device):
             return self.options.draw(block.target.stored, block.first * block.cols, block.elements)
 
     def drawn(self, block: Block, values: Tensor) -> Tensor:
-        """Return merged values as numbers of the output's dtype, rounded stochastically where that is asked for."""
+        """Return merged values in the output's dtype, rounded stochastically where that is asked for."""
         values = self._on_codec_device(values)
         target, first = block.target, block.first * block.cols
         if self.options.draw is None:
@@ -287,7 +287,7 @@ class BlockFolder:
         self, tasks: Sequence[FoldTask], merged: Tensor, sample: RowSample | None, lane: DeviceStream | None
     ) -> FoldResult | OutOfMemory:
         """Store merged blocks as codes."""
-        # The codes of all blocks, and as a reader decodes them, the numbers that are sampled.
+        # The codes of all blocks, and as a reader decodes them, the values that are sampled.
         width, pairs = sample_width(sample), [*zip(tasks, merged.unbind(), strict=True)]
         encoded = self.lanes.turn(lambda _: [self._encoded(task, values, width) for task, values in pairs], lane)
         if isinstance(encoded, OutOfMemory):
@@ -317,8 +317,8 @@ class BlockFolder:
         return _summed(merged, sums)
 
     def _encoded(self, task: FoldTask, values: Tensor, width: int) -> NewParts | Uncovered:
-        """Return the codes of a merged block. `width`: how many of its first numbers are decoded again."""
-        # A merged block to encode was checked before; in units, numbers that are not finite show as uncovered.
+        """Return the codes of a merged block. `width`: how many of its first values are decoded again."""
+        # A merged block to encode was checked before; in units, values that are not finite show as uncovered.
         checked = isinstance(task, EncodeTask) or (isinstance(task, InUnitsTask) and self.options.draw is None)
         values = self._on_codec_device(values) if checked else self._finite(task, values)
         codes = Codes(task.base, self._uniform(task.block, values.device), width)
@@ -334,15 +334,15 @@ class BlockFolder:
         return values if codecs_on(values.device) else host(values)
 
     def _finite(self, task: BlockTask, values: Tensor) -> Tensor:
-        """Return a merged block where codecs compute; TooLarge if a sum of finite numbers is not finite."""
+        """Return a merged block where codecs compute; TooLarge if a sum of finite values is not finite."""
         moved = self._on_codec_device(values)
         if odd(moved) and self.tensors.overflown(task, values):
             raise sum_too_large(task.block.target.name, values.dtype)
         return moved
 
     def _cut(self, tasks: Sequence[FoldTask], merged: Tensor) -> FoldResult:
-        """Write the numbers again, those too large for their dtype cut; TooLarge if they may not be cut, or if a sum of
-        finite numbers is not finite."""
+        """Write the values again, those too large for their dtype cut; TooLarge if they may not be cut, or if a sum of
+        finite values is not finite."""
         counts: Counter[str] = Counter()
         for task, values in zip(tasks, merged.unbind(), strict=True):
             name = task.block.target.name
@@ -357,7 +357,7 @@ def _summed(merged: FoldResult, sums: SharedSums) -> FoldResult:
     return replace(merged, samples=(), measures=merged.measures + sums.measured(merged.samples))
 
 
-def _numbers(tasks: Sequence[FoldTask]) -> int:
+def _elements(tasks: Sequence[FoldTask]) -> int:
     return sum(task.into.numel() for task in tasks)
 
 

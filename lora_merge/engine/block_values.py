@@ -14,7 +14,7 @@ from ..files.encodings.base import InvalidPart
 from .row_blocks import Block
 from .tasks import BlockTask, FoldTask, InUnitsTask
 from .tensor_moves import DeviceStream, Placement, aligned, stage
-from .tensors import Fetch, codecs_on, decoded, packed, stored_numbers
+from .tensors import Fetch, codecs_on, decoded, packed, stored_values
 from .windows import Fold
 
 LEAST_UNIT: Final = 2.0**-30
@@ -24,7 +24,7 @@ LEAST_UNIT: Final = 2.0**-30
 def stored_base(block: Block, fetch: Fetch) -> Tensor:
     """Return the stored base values of a block, read again, as a `BlockTask` has them."""
     weight = block.target.weight
-    stored = stored_numbers(weight, *block.stored, fetch)
+    stored = stored_values(weight, *block.stored, fetch)
     return stored.view(-1, block.cols) if weight.packing.encoding.plain and not weight.padded else stored
 
 
@@ -58,12 +58,12 @@ def base_values(tasks: Sequence[BlockTask], at: Placement, lane: DeviceStream | 
 
 
 def _shares(values: Tensor, base: Tensor) -> bool:
-    """Return whether values are in the memory of the stored numbers, not decoded into their own."""
+    """Return whether the decoded values are in the memory of the stored ones, not in their own."""
     return values.device == base.device and (values.untyped_storage().data_ptr() == base.untyped_storage().data_ptr())
 
 
 def _values(task: BlockTask, at: Placement, fetch: Fetch) -> Tensor:
-    """Return the numbers of a block, [rows, cols]; those of codes are on the device if it runs codecs."""
+    """Return the values of a block, [rows, cols]; those of codes are on the device if it runs codecs."""
     block, weight = task.block, task.block.target.weight
     if weight.packed is None:
         return task.base
@@ -84,8 +84,8 @@ def in_units(tasks: Sequence[FoldTask], fetch: Fetch) -> Sequence[FoldTask]:
     """Return tasks of one kind in units of the scale of their whole weights, where codes are kept, every weight has
     such a scale, and no change depends on W; else the tasks as they are.
 
-    Such numbers need no product where they are decoded, and no division where they are encoded: a merge that keeps
-    fp8_scaled takes 7 to 11 % less processor time (5.3 instead of 6.0 s for 170 M numbers, start of the program
+    Such values need no product where they are decoded, and no division where they are encoded: a merge that keeps
+    fp8_scaled takes 7 to 11 % less processor time (5.3 instead of 6.0 s for 170 M values, start of the program
     included).
     """
     block, encoding = tasks[0].block, tasks[0].block.target.packing.encoding

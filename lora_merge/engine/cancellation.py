@@ -24,7 +24,7 @@ LARGEST_SUM: Final = 4.0
 """Times the largest merged number that a sum on the way may be: 2e-6, which is promised, is 33 times 2⁻²⁴."""
 
 LEAST_CHECKED: Final = 2**12
-"""The least numbers of a block that are checked, in rows spread evenly: all of them would take as long as to add
+"""The least values of a block that are checked, in rows spread evenly: all of them would take as long as to add
 up the changes of small ranks."""
 
 

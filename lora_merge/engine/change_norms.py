@@ -24,7 +24,7 @@ from ..planning.plan import OutputTensor
 from .change_sample import WHOLE_BELOW
 from .row_blocks import block, groups
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, Placement, as_stored, stage
-from .tensors import Fetch, decoded, stored_numbers
+from .tensors import Fetch, decoded, stored_values
 
 if TYPE_CHECKING:
     from .fold import StackedPatch
@@ -34,10 +34,10 @@ SAMPLE_STRIDE: Final = 1024
 """About one number in so many of a large tensor is read, from the base and from the adapter."""
 
 READ_RUN: Final = 2**12
-"""Numbers that are read at once from a large tensor."""
+"""Values that are read at once from a large tensor."""
 
 WHOLE_PIECE: Final = 2**20
-"""Numbers that are read at once if a tensor is read whole."""
+"""Values that are read at once if a tensor is read whole."""
 
 GRAM_SHARE: Final = 3
 """The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
@@ -74,7 +74,7 @@ def replacements(targets: Iterable[OutputTensor], base: Index, matched: Sequence
 
 
 def replaced_measures(every: Iterable[Replacement], read: Fetch) -> Iterator[Measurement]:
-    """Yield the measure of each tensor, of all its numbers or of runs that are spread evenly over it."""
+    """Yield the measure of each tensor, of all its values or of runs that are spread evenly over it."""
     for tensor in every:
         yield Measurement(tensor.target.name, measure(tensor, read))
 
@@ -103,16 +103,16 @@ def runs(tensor: Replacement, every: int = SAMPLE_STRIDE) -> Iterator[tuple[int,
 
 
 def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
-    """Return numbers of a weight from `first` on, in fp64; zeros after the stored ones."""
-    numbers = torch.zeros(count, dtype=HOST.dtype)
+    """Return values of a weight from `first` on, in fp64; zeros after the stored ones."""
+    padded = torch.zeros(count, dtype=HOST.dtype)
     if (stored_count := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
-        stored = decoded(stored_numbers(weight, first, stored_count, read), weight, first, stored_count, read)
-        numbers[:stored_count] = stage([stored.reshape(-1)], HOST)[0]
-    return numbers
+        stored = decoded(stored_values(weight, first, stored_count, read), weight, first, stored_count, read)
+        padded[:stored_count] = stage([stored.reshape(-1)], HOST)[0]
+    return padded
 
 
 def _sums(tensor: Replacement, before: Tensor, after: Tensor) -> Measure:
-    """Return the sums over some numbers, without NaN and infinite ones."""
+    """Return the sums over some values, without NaN and infinite ones."""
     change, stored, unchanged = after - before, after, before
     if known := tensor.target.packed is None:
         stored, unchanged = (as_stored(x, TORCH_DTYPES[tensor.target.dtype]) for x in (after, before))

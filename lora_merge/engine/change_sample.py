@@ -1,8 +1,8 @@
-"""Measures the change of weights on a sample of their numbers, for the report of a merge.
+"""Measures the change of weights on a sample of their values, for the report of a merge.
 
-A sample observes a fold: it copies some numbers before and after, and what each of several adapters changes. Later
+A sample observes a fold: it copies some values before and after, and what each of several adapters changes. Later
 their sums are made, many blocks at once: W², ΔW², what is stored of ΔW. There are two kinds. A `RunSample` has short
-runs of numbers, evenly spread; it takes two copies for a block, or on a device for a whole window. A `RowSample` has
+runs of values, evenly spread; it takes two copies for a block, or on a device for a whole window. A `RowSample` has
 whole rows, where runs are not enough: of codes that are encoded together and read back, of several adapters, and of the
 weights that the proof computes again.
 """
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from .fold import SampleOf
 
 WHOLE_BELOW: Final = 2**16
-"""All numbers of a weight of so many are looked at; of a larger one at least so many if it is replaced."""
+"""All values of a weight of so many are looked at; of a larger one at least so many if it is replaced."""
 
 RUN: Final = 128
-"""The numbers of a run, which are consecutive."""
+"""The values of a run, which are consecutive."""
 
 PERIOD: Final = 256 * RUN
-"""Of so many numbers the first ones are a run."""
+"""Of so many values the first ones are a run."""
 
 LEAST_BLOCK: Final = 2 * PERIOD
-"""A block of so many numbers contains a whole run, wherever it begins."""
+"""A block of so many values contains a whole run, wherever it begins."""
 
-RUN_NUMBERS: Final = 2**22
-"""How many sampled numbers one lane keeps before it adds them up, if its memory has `SUM_BYTES` bytes for each."""
+RUN_VALUES: Final = 2**22
+"""How many sampled values one lane keeps before it adds them up, if its memory has `SUM_BYTES` bytes for each."""
 
 SUM_BYTES: Final = 256
 """Bytes; adding a number up takes less than 40."""
@@ -52,18 +52,18 @@ PendingRunSums: TypeAlias = Callable[[], list[tuple[Measurement, ...]]]
 """Function that returns the measures of samples, once the lane is settled."""
 
 COARSE_FACTOR: Final = 4
-"""The factor by which more numbers than usual are sampled if whole tiles of rows are encoded together."""
+"""The factor by which more values than usual are sampled if whole tiles of rows are encoded together."""
 
 ROW_PERIOD: Final = 4
 """Of so many blocks that the same patches change, one is sampled: each costs a dozen calls, however few rows it has."""
 
 SUMS: Final = 6
-"""Of every block: W², ΔW², error · ΔW, error², the numbers that differ, and the largest |ΔW|."""
+"""Of every block: W², ΔW², error · ΔW, error², the values that differ, and the largest |ΔW|."""
 
 PART_SUMS: Final = 3
-"""Of the change of each adapter: ΔW², error · ΔW, and error² where it changes numbers."""
+"""Of the change of each adapter: ΔW², error · ΔW, and error² where it changes values."""
 
-WAITING_NUMBERS: Final = 2**21
+WAITING_VALUES: Final = 2**21
 """The numbers of rows that wait for their sums, until these are made."""
 
 PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
@@ -71,17 +71,17 @@ PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
 
 
 def same(target: OutputTensor) -> bool:
-    """Return whether the output can hold the numbers of the base as they are."""
+    """Return whether the output can hold the values of the base as they are."""
     return target.weight.packing.encoding is target.packing.encoding
 
 
 def suits(block: Block) -> bool:
-    """Return whether runs are enough for a block: it holds some, of plain numbers, and one adapter changes it."""
+    """Return whether runs are enough for a block: it holds some, of plain values, and one adapter changes it."""
     return block.elements >= LEAST_BLOCK and block.target.packed is None and not block.several
 
 
 def runs(work: Tensor, period: int) -> Tensor:
-    """Return a copy of the runs [n, RUN] of flat numbers, one in so many."""
+    """Return a copy of the runs [n, RUN] of flat values, one in so many."""
     whole = len(work) // period * period
     return work.narrow(0, 0, whole).view(-1, period).narrow(1, 0, RUN).clone()
 
@@ -92,8 +92,8 @@ class RunSample:
     runs after it."""
 
     blocks: Sequence[Block]
-    stands_for: Sequence[int]  # numbers of its weight that those of each block stand for; 0: no sample
-    period: int  # of so many numbers the first ones are a run
+    stands_for: Sequence[int]  # values of its weight that those of each block stand for; 0: no sample
+    period: int  # of so many values the first ones are a run
     before: Tensor  # [n, RUN]
     after: Tensor
 
@@ -114,8 +114,8 @@ class RunSample:
         self.after = runs(merged.reshape(-1), self.period)
 
     @property
-    def numbers(self) -> int:
-        """How many numbers are kept."""
+    def elements(self) -> int:
+        """How many values are kept."""
         return 2 * self.before.numel()
 
     @property
@@ -128,7 +128,7 @@ class RunSample:
 class RunSums:
     """Runs that the lanes of devices have sampled and not added up yet, and the measures of the others."""
 
-    most: int  # numbers that wait on a lane for their sums, if no part has more
+    most: int  # values that wait on a lane for their sums, if no part has more
     _measures: list[tuple[int, tuple[Measurement, ...]]] = field(default_factory=list)  # with the number of a plan
     _waiting: dict[DeviceStream, list[tuple[int, RunSample]]] = field(default_factory=dict)
 
@@ -136,7 +136,7 @@ class RunSums:
         """Keep the samples of a lane; add them up once they are many. Call the result when the lane is settled."""
         waiting = self._waiting.setdefault(lane, [])
         waiting += [(plan, sample) for sample in samples]
-        if sum(sample.numbers for _, sample in waiting) < self.most:
+        if sum(sample.elements for _, sample in waiting) < self.most:
             return lambda: None
         self._waiting[lane] = []
         return self._added(waiting, lane)
@@ -156,7 +156,7 @@ class RunSums:
 
 
 def added(every: Sequence[RunSample], lane: DeviceStream) -> PendingRunSums:
-    """Start to add up the numbers of each run; return a function for the measures of the blocks of each."""
+    """Start to add up the values of each run; return a function for the measures of the blocks of each."""
     kinds: dict[tuple[torch.dtype, str, bool], list[int]] = {}
     for number, sample in enumerate(every):
         alike = all(same(b.target) for b in sample.blocks)
@@ -177,9 +177,9 @@ def added(every: Sequence[RunSample], lane: DeviceStream) -> PendingRunSums:
 
 
 def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tensor:
-    """Return of each run [6, n], see `SUMS`: sums over its numbers.
+    """Return of each run [6, n], see `SUMS`: sums over its values.
 
-    `alike`: whether an output of this dtype holds the base's numbers as they are.
+    `alike`: whether an output of this dtype holds the base's values as they are.
     """
     before, after = (torch.cat([getattr(sample, name) for sample in some]) for name in ("before", "after"))
     change, stored = after - before, as_stored(after, dtype)
@@ -190,12 +190,12 @@ def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tens
 
 
 def _error(stored: Tensor, merged: Tensor, change: Tensor) -> Tensor:
-    """Return by how much stored numbers are off; 0 if a change leaves them as they are."""
+    """Return by how much stored values are off; 0 if a change leaves them as they are."""
     return (stored - merged).masked_fill_(change == 0, 0.0)
 
 
 def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Measurement]:
-    """Yield the measures of blocks from the sums of their runs; runs with numbers that are not finite are left out."""
+    """Yield the measures of blocks from the sums of their runs; runs with values that are not finite are left out."""
     end = 0
     for block, stands_for in zip(sample.blocks, sample.stands_for, strict=True):
         low, end = end, end + block.elements
@@ -220,7 +220,7 @@ class Sampling:
 
     every: int = 256
     least: int = 2**11
-    runs: bool = True  # whether runs of numbers may be sampled in place of rows
+    runs: bool = True  # whether runs of values may be sampled in place of rows
     checked: frozenset[str] = frozenset()  # weights of which rows are sampled: the proof computes these rows again
 
     def rows(self, blocks: Sequence[Block]) -> range:
@@ -251,7 +251,7 @@ class Sampling:
         return self.runs and suits(blocks[0]) and self.checked.isdisjoint(b.target.name for b in blocks)
 
     def period(self, blocks: Sequence[Block]) -> int:
-        """Return n: one run is sampled in every n numbers of each of some blocks."""
+        """Return n: one run is sampled in every n values of each of some blocks."""
         return max(RUN, PERIOD // 256 * self.every // self._others(blocks))
 
     def stands_for(self, blocks: Sequence[Block]) -> list[int]:
@@ -282,7 +282,7 @@ class Sampling:
         return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
 
     def _enough(self, block: Block) -> int:
-        """Return how many numbers of a block are sampled, if all blocks are; all of a small weight."""
+        """Return how many values of a block are sampled, if all blocks are; all of a small weight."""
         whole = prod(block.target.matrix) <= WHOLE_BELOW
         return block.elements if whole else max(block.elements // self.every, self.least)
 
@@ -304,18 +304,18 @@ class RowSample:
     stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
     work: Tensor  # [3, n, width]: base, merged (then ΔW), the error of what is stored; beyond the rows zeros
     parts: list[AdapterChange] = field(default_factory=list)
-    stored: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
+    stored: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged values
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
-    differ: Tensor | None = None  # [n, width]: 1 for numbers that the output would not hold without adapters
+    differ: Tensor | None = None  # [n, width]: 1 for values that the output would not hold without adapters
     step: int = 1  # one row in so many is added up; the others are here because they are encoded together
-    units: Sequence[float] = ()  # of the numbers of each block, where they are not 1
+    units: Sequence[float] = ()  # of the values of each block, where they are not 1
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
         """Return the sample of base values [n, rows, cols], before the fold; None if these blocks are not sampled."""
         if not any(stands_for := sampling.stands_for(blocks)):
             return None
-        # Memory for base, merged and stored numbers; the base values are taken now.
+        # Memory for base, merged and stored values; the base values are taken now.
         rows, (n, _, cols) = sampling.rows(blocks), base.shape
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
@@ -341,8 +341,8 @@ class RowSample:
         return self.blocks[0].several
 
     @property
-    def numbers(self) -> int:
-        """How many numbers are kept."""
+    def elements(self) -> int:
+        """How many values are kept."""
         return self.work.numel()
 
     def note_sum(self, adapter: int, merged: Tensor) -> None:
@@ -364,7 +364,7 @@ class RowSample:
         take(strided(merged, self.rows[0]), self.work.select(0, 1))
 
     def note_stored(self, stored: Tensor) -> None:
-        """Record what is stored [n, rows, cols], where numbers are rounded stochastically."""
+        """Record what is stored [n, rows, cols], where values are rounded stochastically."""
         self.stored = torch.zeros_like(self.work.select(0, 0))
         take(strided(stored, self.rows[0]), self.stored)
 
@@ -389,11 +389,11 @@ class RowSample:
         if self.step == 1:
             return self
 
-        def some(numbers: Tensor) -> Tensor:
-            lead = numbers.shape[:-1]
-            return numbers.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
+        def some(values: Tensor) -> Tensor:
+            lead = values.shape[:-1]
+            return values.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
 
-        stored, before = (None if numbers is None else some(numbers) for numbers in (self.stored, self.before))
+        stored, before = (None if values is None else some(values) for values in (self.stored, self.before))
         parts = [part._replace(change=some(part.change)) for part in self.parts]
         return replace(self, rows=[r[:: self.step] for r in self.rows], work=some(self.work), parts=parts,
                        stored=stored, before=before, step=1)  # fmt: skip
@@ -401,9 +401,9 @@ class RowSample:
     def sums(self) -> Tensor:
         """Return flat what `measured` reads: `SUMS` of every block, and `PART_SUMS` of each part.
 
-        The merged numbers are overwritten.
+        The merged values are overwritten.
         """
-        # What is stored of the numbers, with and without the changes.
+        # What is stored of the values, with and without the changes.
         base, merged, error = self.work.unbind()
         target = self.blocks[0].target
         stored, before = self.stored, base if same(target) else self.before
@@ -412,7 +412,7 @@ class RowSample:
         if before is None:
             before = _nearest(base, target)
         self.differ = torch.ne(stored, before, out=torch.empty_like(stored))
-        # The change, and by how much the stored numbers are off where it changes them.
+        # The change, and by how much the stored values are off where it changes them.
         torch.sub(stored, merged, out=error)
         change = merged.sub_(base)
         if not same(target):
@@ -420,7 +420,7 @@ class RowSample:
         return self._added([sums for part in self.parts for sums in _part_sums(part.change, error)])
 
     def sound(self) -> list[float]:
-        """Return the sums without the numbers that are NaN, infinite, or too large for what is stored."""
+        """Return the sums without the values that are NaN, infinite, or too large for what is stored."""
         copy = self.on_host()
         assert copy.differ is not None, "the sums were made"
         broken = ~torch.isfinite(copy.work).all(0)
@@ -445,7 +445,7 @@ class RowSample:
         return tuple(self._measure(n, values[n::count], known=known) for n in range(count))
 
     def _measure(self, n: int, values: Sequence[float], *, known: bool) -> Measurement:
-        # Sums of numbers in units become those of the weight's own.
+        # Sums of values in units become those of the weight's own.
         if self.units:
             unit, changed, largest = self.units[n], values[4], values[5]
             values = [unit * unit * x for x in values]
@@ -466,18 +466,18 @@ class RowSample:
             stands_for * block.cols, elements, scale * changed if known else 0.0, 0, scale * weight, largest, whole,
             shares,
         )  # fmt: skip
-        numbers = range(block.first + rows.start, block.first + rows.stop, rows.step)
-        return Measurement(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
+        sampled = range(block.first + rows.start, block.first + rows.stop, rows.step)
+        return Measurement(block.target.name, sums, Checked(sampled, weight, change, round(changed) if known else None))
 
 
 def _nearest(values: Tensor, target: OutputTensor) -> Tensor:
-    """Return what the output can hold for some numbers; the numbers themselves if codes hold them."""
+    """Return what the output can hold for some values; the values themselves if codes hold them."""
     return as_stored(values, TORCH_DTYPES[target.dtype]) if target.packed is None else values
 
 
 def _part_sums(change: Tensor, error: Tensor) -> Iterator[Tensor]:
     """Yield the `PART_SUMS` of the change of one adapter in each block."""
-    yield from (torch.linalg.vecdot(numbers, change) for numbers in (change, error))
+    yield from (torch.linalg.vecdot(values, change) for values in (change, error))
     yield error.masked_fill(change == 0, 0.0).square_().sum(1)
 
 
@@ -526,7 +526,7 @@ class SharedSums:
     """Samples of several threads on the host, whose sums are made in one call for many blocks."""
 
     def __init__(self, threads: int) -> None:
-        self._left, self._samples, self._numbers, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
+        self._left, self._samples, self._elements, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
 
     def measured(self, samples: Sequence[RowSample | RunSample]) -> tuple[Measurement, ...]:
         """Keep the samples of a thread at its end; return the measures of all that are kept, once they are many or this
@@ -534,10 +534,10 @@ class SharedSums:
         with self._lock:
             self._left -= 1
             self._samples += samples
-            self._numbers += sum(sample.numbers for sample in samples)
-            if self._left and self._numbers < WAITING_NUMBERS:
+            self._elements += sum(sample.elements for sample in samples)
+            if self._left and self._elements < WAITING_VALUES:
                 return ()
-            every, self._samples, self._numbers = self._samples, [], 0
+            every, self._samples, self._elements = self._samples, [], 0
         with torch.no_grad():
             lane, by_runs = DeviceStream(HOST), [sample for sample in every if isinstance(sample, RunSample)]
             measures = bring_sums([sample for sample in every if isinstance(sample, RowSample)], lane)()
@@ -546,17 +546,17 @@ class SharedSums:
 
 def sample_of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | RunSample | None:
     """Return the sample of blocks of one kind, with their base values [n, rows, cols], as an observer of their fold;
-    None for blocks of which no numbers are sampled."""
+    None for blocks of which no values are sampled."""
     if not (base.numel() and blocks[0].slices):
         return None
     if base.device.type != "cpu" or not sampling.by_runs(blocks):  # a device has runs of whole windows
         return RowSample.of(blocks, base, sampling)
-    numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
-    return RunSample.of(blocks, numbers, base, sampling.period(blocks)) if any(numbers) else None
+    elements = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+    return RunSample.of(blocks, elements, base, sampling.period(blocks)) if any(elements) else None
 
 
 def sample_width(sample: RowSample | None) -> int:
-    """Return how many of the first numbers of each block are in its sample."""
+    """Return how many of the first values of each block are in its sample."""
     return sample.work.shape[2] if sample is not None else 0
 
 
@@ -565,7 +565,7 @@ def measure_codes(
 ) -> tuple[Sequence[Measurement], Sequence[RowSample]]:
     """Return (measures of blocks, samples that are still to be added up); one of the two is empty.
 
-    `sample`: the sample of the blocks, on the host; `bases`: their stored numbers, which new codes may overwrite
+    `sample`: the sample of the blocks, on the host; `bases`: their stored values, which new codes may overwrite
     afterwards; `encoded`: their new codes.
     """
     # Of padded weights, what is stored is not known.
@@ -575,7 +575,7 @@ def measure_codes(
     base, merged, _ = sample.work.unbind()
 
     def nearest(n: int, some: Tensor) -> Tensor | None:
-        """Return what the output would hold for some numbers of a block."""
+        """Return what the output would hold for some values of a block."""
         block, codes = sample.blocks[n], Codes(bases[n][:0], None)
         return read_back(block.target, block.first * block.cols, some, codes, fetch)
 
@@ -585,7 +585,7 @@ def measure_codes(
 
 
 def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
-    """Return the numbers [n, width] that a function gives for each row; those of the row if it gives none."""
+    """Return the values [n, width] that a function gives for each row; those of the row if it gives none."""
     result = torch.empty_like(values)
     for n, (old, new) in enumerate(zip(values.unbind(), result.unbind(), strict=True)):
         new_values = of(n, old)

@@ -77,12 +77,12 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 
 def _one_line(vector: RowMatrix) -> RowMatrix:
-    """Return all numbers of a vector as one row."""
+    """Return all values of a vector as one row."""
     return RowMatrix.of(vector.dense().view(1, -1))
 
 
 def _column(line: RowMatrix, shape: tuple[int, int]) -> RowMatrix:
-    """Return the numbers of one row as those of a vector again."""
+    """Return the values of one row as those of a vector again."""
     return RowMatrix.of(line.dense().view(shape))
 
 

@@ -23,7 +23,7 @@ LEAST_SHARE: Final = 64 * 2**20
 """Bytes of a lane's share, without its workspace, below which one lane gets all memory."""
 
 ADDED, FORMED, DECOMPOSED = 2, 4, 8
-"""The numbers of the compute dtype that a formula holds for a number of the weight: one that adds products in place,
+"""The values of the compute dtype that a formula holds for a value of the weight: one that adds products in place,
 one that forms ΔW first, one that decomposes the weight."""
 
 ROUNDED: Final = 36
@@ -47,7 +47,7 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.most = sys.maxsize
-        """The most numbers that may go into one call: half of the numbers that did not fit."""
+        """The most values that may go into one call: half of the values that did not fit."""
         self.spilled = 0
         """The number of blocks that did not fit even alone, and were folded on the CPU."""
         self._door, self._left, self._inside = Lock(), Condition(), 0
@@ -57,9 +57,9 @@ class DeviceMemory:
         """Whether the device has no room for blocks like these: further tries would only take time."""
         return self.spilled >= SPILLED
 
-    def halve(self, numbers: int) -> None:
-        """Limit later calls to half of the numbers that did not fit."""
-        self.most = min(self.most, numbers // 2)
+    def halve(self, elements: int) -> None:
+        """Limit later calls to half of the values that did not fit."""
+        self.most = min(self.most, elements // 2)
 
     def spill(self) -> None:
         """Count a block that did not fit even alone."""
@@ -105,19 +105,19 @@ def lane_share(at: Placement, limit: int, taken: int) -> int:
 
 def block_bytes(block: Block, at: Placement) -> int:
     """Return the bytes of the device's memory that folding a block takes at most: its stored and new bytes, its
-    numbers, what the formulas hold, and their factors, each as stored and stacked."""
+    values, what the formulas hold, and their factors, each as stored and stacked."""
     target, item = block.target, at.dtype.itemsize
     stored = target.weight.packing.encoding.nbytes(block.stored[1]) + target.packing.encoding.nbytes(block.elements)
     rounded = ROUNDED if item == 8 and TORCH_DTYPES.get(target.dtype, at.dtype).itemsize <= 2 else 0
     formed = max((_formed(s, block) for s in block.slices), default=block.elements)
     combined = len(block.slices) if target.combines else 0
-    numbers = (1 + combined) * block.elements + formed
+    elements = (1 + combined) * block.elements + formed
     coded = CODED if target.packed is not None or target.weight.packed is not None else 0
-    return stored + (rounded + coded) * block.elements + item * (numbers + sum(2 * _factors(s) for s in block.slices))
+    return stored + (rounded + coded) * block.elements + item * (elements + sum(2 * _factors(s) for s in block.slices))
 
 
 def _formed(s: BlockPart, block: Block) -> int:
-    """Return how many numbers a formula holds in addition to the weight's own."""
+    """Return how many values a formula holds in addition to the weight's own."""
     patch = s.use.patch
     row, rows = ALGORITHMS[patch.algorithm], s.formed[1] - s.formed[0]
     plain = row.accumulate is not None and patch.magnitude is None and s.taken is None
@@ -128,7 +128,7 @@ def _formed(s: BlockPart, block: Block) -> int:
 
 
 def _factors(s: BlockPart) -> int:
-    """Return how many numbers of factors a part of a block needs."""
+    """Return how many values of factors a part of a block needs."""
     patch = s.use.patch
     axes = ALGORITHMS[patch.algorithm].row_axes or {}
     cut = patch.row_group < patch.view.matrix[0]

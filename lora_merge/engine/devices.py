@@ -281,7 +281,7 @@ def one_core() -> None:
     """Let operations that this thread starts run on this thread alone; other threads are not affected.
 
     The cores fold blocks side by side instead. Several threads in one operation would change bytes, as matrix products
-    then add in another order: 2 threads instead of 1 change 6 of 15 million numbers in fp16.
+    then add in another order: 2 threads instead of 1 change 6 of 15 million values in fp16.
     """
     torch.get_num_threads()  # the first call in a thread applies the program's own setting, which is replaced below
     for limit in _thread_limits():
@@ -342,8 +342,8 @@ def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int
 
 def _core_seconds(target: OutputTensor) -> tuple[float, float]:
     """Return the seconds of one core for a tensor: of most formulas, and of formulas that decompose a matrix."""
-    numbers = prod(target.matrix)
+    elements = prod(target.matrix)
     rows = [ALGORITHMS[u.patch.algorithm] for u in target.uses]
     each = COMBINED if target.combines else USED
     sides = [min(u.patch.view.matrix) for u, row in zip(target.uses, rows, strict=True) if row.decomposes]
-    return numbers * (CASTS + each * len(rows)), numbers * DECOMPOSED * sum(sides)
+    return elements * (CASTS + each * len(rows)), elements * DECOMPOSED * sum(sides)

@@ -82,7 +82,7 @@ def _cut(tensor: Tensor, axis: int, first: int, count: int) -> Tensor:
 
 
 class FoldObserver(Protocol):
-    """An object that records numbers of blocks while they are folded. It is made with their base values."""
+    """An object that records values of blocks while they are folded. It is made with their base values."""
 
     def note_sum(self, adapter: int, merged: Tensor) -> None:
         """Record blocks to which all changes up to those of an adapter are added; of several adapters alone."""

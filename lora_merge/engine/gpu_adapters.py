@@ -16,7 +16,7 @@ from ..dtypes import Source, StoredTensor
 from ..errors import device_full
 from ..matching.patch import PatchPart
 from ..planning.plan import Plan
-from .tensor_moves import TORCH_DTYPES, DeviceStream, Placement, cast_all, extremes, fit, holds, numbers, upload
+from .tensor_moves import TORCH_DTYPES, DeviceStream, Placement, as_scalars, cast_all, extremes, fit, holds, upload
 
 UPLOAD_GAP: Final = 2**16
 """Bytes between two tensors that are read and uploaded too rather than starting a new piece."""
@@ -32,12 +32,12 @@ class AdaptersOnDevice:
         """`most`: the bytes that they may take on a device. Those that go beyond it are not held. `piece`: the bytes of
         one upload, unless a tensor has more, from pinned memory."""
         self._reader, self._infos, self._most, self._piece = reader, _used(plans), most, piece
-        self._numbers = sorted({1.0, *(x for u in _uses(plans) for x in (u.strength, *u.patch.numbers.values()))})
+        self._scalars = sorted({1.0, *(x for u in _uses(plans) for x in (u.strength, *u.patch.scalars.values()))})
         self._tensors: dict[Placement, dict[Key, Tensor]] = {}
         self._lock = Lock()
 
     def get(self, tensor: StoredTensor | float, lane: DeviceStream) -> Tensor | None:
-        """Return all numbers of a tensor, flat, at the lane's placement, or a single number as [1, 1]; None for what is
+        """Return all values of a tensor, flat, at the lane's placement, or a single one as [1, 1]; None for what is
         not held."""
         if lane.at not in self._tensors:
             with self._lock:
@@ -67,7 +67,7 @@ class AdaptersOnDevice:
     def _upload(self, lane: DeviceStream) -> dict[Key, Tensor]:
         """Return all tensors and numbers at the lane's placement. A piece with a number that is not finite is left out:
         the fold that needs it reads it again, and names the tensor."""
-        tensors: dict[Key, Tensor] = dict(zip(self._numbers, numbers(self._numbers, lane.at).unbind(), strict=True))
+        tensors: dict[Key, Tensor] = dict(zip(self._scalars, as_scalars(self._scalars, lane.at).unbind(), strict=True))
         left = self._most // lane.at.dtype.itemsize
         of_device = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
         for infos in _pieces(of_device, self._piece):
@@ -111,7 +111,7 @@ def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
 
 
 def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:
-    """Yield lists of tensors, each of one piece of a file, whose numbers are aligned in it."""
+    """Yield lists of tensors, each of one piece of a file, whose values are aligned in it."""
     piece: list[StoredTensor] = []
     for info in infos:
         if piece:

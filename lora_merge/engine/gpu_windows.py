@@ -53,7 +53,7 @@ PORTABLE: Final = 1
 """cudaHostRegisterPortable: the memory is pinned for all devices."""
 
 TENSOR_ALIGNMENT: Final = 8
-"""Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
+"""Bytes of the widest values: a tensor of the device's bytes begins at a multiple of them in the buffer."""
 
 
 class RegisteredBuffers:
@@ -131,7 +131,7 @@ class FoldedBatch(NamedTuple):
     """Folded blocks, in another order than in their window."""
 
     folds: list[Fold]
-    work: Tensor  # their merged numbers, flat
+    work: Tensor  # their merged values, flat
     sizes: list[int]  # how many there are of each
     row_samples: list[RowSample]  # of the blocks that are sampled by rows
     by_runs: RunSample | None  # of the others
@@ -151,12 +151,12 @@ class DeviceWindows:
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.memory.limits.max_vram))
-        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.SUM_BYTES))
+        self.run_sums = RunSums(min(change_sample.RUN_VALUES, blocks.memory.share // change_sample.SUM_BYTES))
         self.registered = RegisteredBuffers(enabled=blocks.lanes.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[FoldResult] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
-        bytes are not numbers that the device has. `fold_task` returns a block's task, with its tensors on the host."""
+        bytes are not values that the device has. `fold_task` returns a block's task, with its tensors on the host."""
         change, ours = task.change, list[Fold]()
         results = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
         for f in change.folds:
@@ -247,14 +247,14 @@ class DeviceWindows:
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
             return NotAtOnce()
-        # Cast the merged numbers into the bytes of the output.
+        # Cast the merged values into the bytes of the output.
         for batch, dtype in zip(folded, dtypes, strict=True):
             new: Sequence[Tensor] = castable(batch.work, dtype).split_with_sizes(batch.sizes)
             drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
                 old = batch.work.split_with_sizes(batch.sizes)
                 new = [self.blocks.drawn(f.block, v) for f, v in zip(batch.folds, old, strict=True)]
-            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in batch.folds])
+            cast_all(new, [_typed(out, f.at - start, f.nbytes, dtype) for f in batch.folds])
             if drawn:
                 _note_stored(batch, new)
         # Down: the results; meanwhile the sums of the samples.
@@ -320,7 +320,7 @@ class DeviceWindows:
         work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
         for f, part in zip(ordered, work.split_with_sizes(sizes), strict=True):
             dtype = TORCH_DTYPES[f.block.target.weight.stored.dtype]
-            gather.add(_numbers(input_bytes, f.source - low, f.source_bytes, dtype), part)
+            gather.add(_typed(input_bytes, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
         # Fold kind by kind; runs of the whole batch are one sample.
@@ -352,10 +352,10 @@ class DeviceWindows:
 
 
 def _note_stored(folded: FoldedBatch, stored: Sequence[Tensor]) -> None:
-    """Record in the samples what is stored, where numbers are rounded stochastically."""
-    numbers = {id(f.block): stored_numbers for f, stored_numbers in zip(folded.folds, stored, strict=True)}
+    """Record in the samples what is stored, where values are rounded stochastically."""
+    stored_blocks = {id(f.block): values for f, values in zip(folded.folds, stored, strict=True)}
     for sample in folded.row_samples:
-        sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
+        sample.note_stored(torch.stack([stored_blocks[id(b)].view(-1, b.cols) for b in sample.blocks]))
 
 
 def _follows(a: Fold, b: Fold) -> bool:
@@ -396,8 +396,8 @@ def _runs(part: DeviceBatch, *, bridged: bool) -> Iterator[tuple[int, int]]:
             low = b or low
 
 
-def _numbers(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Return a part of some bytes as numbers, flat; they share the bytes."""
+def _typed(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Return a part of some bytes as values, flat; they share the bytes."""
     return data[at : at + nbytes].view(dtype)
 
 

@@ -41,12 +41,12 @@ class Lanes:
 
     def __init__(self, at: tuple[Placement, ...], cache: DeviceCache) -> None:
         self.at, self._cache = at, cache
-        self._of_thread, self._numbers = local(), count()
+        self._of_thread, self._lane_numbers = local(), count()
 
     def lane(self) -> DeviceStream:
         """Return the calling thread's lane; lanes are distributed over the placements in turn."""
         if not hasattr(self._of_thread, "lane"):
-            number, which = divmod(next(self._numbers), len(self.at))
+            number, which = divmod(next(self._lane_numbers), len(self.at))
             self._of_thread.lane = DeviceStream(self.at[which], number)
         lane: DeviceStream = self._of_thread.lane
         return lane
@@ -127,12 +127,12 @@ class MemoryPolicy:
         moved = max(1, *(t.packing.encoding.nbytes(block.elements) for t in (block.target, block.target.weight)))
         return max(1, min(self.share // size, self.limits.staged // moved))
 
-    def call(self, work: Call[Task, Result], tasks: Sequence[Task], numbers: int) -> Result | OutOfMemory:
-        """Return the result of work on tasks of one kind, which have so many numbers, on a lane that has the memory.
+    def call(self, work: Call[Task, Result], tasks: Sequence[Task], elements: int) -> Result | OutOfMemory:
+        """Return the result of work on tasks of one kind, which have so many values, on a lane that has the memory.
 
         OutOfMemory only for several tasks, which then need more calls; ResourceError if one task alone does not fit.
         """
-        if len(tasks) > 1 and numbers > self.device.most:
+        if len(tasks) > 1 and elements > self.device.most:
             return OutOfMemory("as many numbers did not fit before")
         # Side by side with other lanes, or alone on the device if the call takes more than a lane's share of it.
         block = tasks[0].block
@@ -143,7 +143,7 @@ class MemoryPolicy:
         if isinstance(result, OutOfMemory) and len(tasks) == 1:
             return self._last_resort(work, tasks)
         if isinstance(result, OutOfMemory):
-            self.device.halve(numbers)
+            self.device.halve(elements)
             self.note("smaller batches were used")
         return result
 

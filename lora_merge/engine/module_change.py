@@ -27,7 +27,7 @@ POWER_STEPS: Final = 16  # of the power iteration for the largest singular value
 
 def formula_of(patch: Patch, weight: Weight, tensors: PatchTensors, at: Placement) -> StackedPatch:
     """Return a patch's formula with its tensors, for all rows of its view, as the view has them: `fold.change` of it
-    and of the view's numbers [1, rows, cols] is ΔW at strength 1. `weight`: that of the base, or one of its shape."""
+    and of the view's values [1, rows, cols] is ΔW at strength 1. `weight`: that of the base, or one of its shape."""
     rows = patch.view.matrix[0]
     alone = OutputTensor(weight.stored.name, weight.stored.name, "F64", weight, 0, 0)
     part = BlockPart(PatchPart(patch, patch.view.row_slices[0], 0, 1.0), 0, rows, (0, rows), None, alone)

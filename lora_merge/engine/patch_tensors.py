@@ -2,7 +2,7 @@
 
 They are the adapters' tensors, cut to a block's rows and kept while several blocks need them, weights of the base that
 formulas read, and tensors that an adapter's file lacks. PEFT computes these from the base when it loads the adapter.
-Each algorithm has its own function for that (`Algorithm.rebuild`); `from_base` calls it with the base's numbers in
+Each algorithm has its own function for that (`Algorithm.rebuild`); `from_base` calls it with the base's values in
 PEFT's precision, on the CPU, whatever the device of the merge.
 """
 
@@ -33,10 +33,10 @@ from .tensor_moves import (
     TORCH_DTYPES,
     DeviceStream,
     Placement,
+    as_scalars,
     finite,
     host,
     move,
-    numbers,
     one_number,
     stage,
     stage_indices,
@@ -46,7 +46,7 @@ from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 CACHED_WHOLE: Final = WIDENED_PER_BLOCK
 CACHED_PART: Final = BLOCK_ELEMENTS // 4
-"""The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
+"""The most values of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
 Task = TypeVar("Task", bound=BlockTask)
 
@@ -71,7 +71,7 @@ class PatchTensors:
     adapters_on_device: AdaptersOnDevice | None = None  # tensors that are on the device already
 
     def whole(self, key: str) -> Tensor:
-        """Return all numbers of a weight of the base."""
+        """Return all values of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
     def untouched(self, task: Task) -> Task:
@@ -117,12 +117,12 @@ class PatchTensors:
             parts = [self._factor(s, slot, to, lane) for s in slices]
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
-        # Numbers of the formula, such as its scale; equal ones stay one number if `accumulate` takes that.
+        # Scalars of the formula, such as its scale; equal ones stay one number if `accumulate` takes that.
         added = first.taken is None and patch.magnitude is None and not first.target.combines
         alike = row.takes_one_number and added
         for name in row.scalars:
-            values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
-            fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
+            values = [s.use.patch.scalars.get(name, 1.0) for s in slices]
+            fields[name] = self._scalars(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
         # Tensors that the file lacks: from shapes and settings, or computed from the base as PEFT does.
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
         computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.shared)} for s in slices]
@@ -132,7 +132,7 @@ class PatchTensors:
         return StackedPatch(
             row,
             tensors if to == at else move(tensors, at),
-            self._numbers([s.use.strength for s in slices], at, lane, stacked, alike=alike),
+            self._scalars([s.use.strength for s in slices], at, lane, stacked, alike=alike),
             slice(first.low, first.high),
             patch.adapter,
             first.use.piece.transposed,
@@ -195,7 +195,7 @@ class PatchTensors:
             return None
         return self.adapters_on_device.get(tensor, lane)
 
-    def _numbers(
+    def _scalars(
         self, values: Sequence[float], at: Placement, lane: DeviceStream, stacked: Stack, *, alike: bool
     ) -> Tensor:
         """Return the values as [n, 1, 1]; `alike`: or as one number without axes, if they are equal."""
@@ -204,7 +204,7 @@ class PatchTensors:
         on_device = [number for value in values if (number := self._uploaded(value, at, lane)) is not None]
         if len(on_device) == len(values):
             return stacked(on_device) if len(on_device) > 1 else on_device[0].unsqueeze(0)
-        return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
+        return self._keep((tuple(values), at), lane, lambda: as_scalars(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor kept under this key, or make it."""
@@ -270,5 +270,5 @@ def from_base(
 
 
 def cast(values: Tensor, dtype: str) -> Tensor:
-    """Return the numbers as this dtype of files holds them, in fp64 for F64 and else in fp32."""
+    """Return the values as this dtype of files holds them, in fp64 for F64 and else in fp32."""
     return host(host(values, TORCH_DTYPES[dtype]), torch.float64 if dtype == "F64" else torch.float32)

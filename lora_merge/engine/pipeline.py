@@ -52,7 +52,7 @@ class WrittenOutput:
     sums: tuple[Mapping[str, str], ...]  # for every file the entry with the sums of its codes
     device: str
     stages: Mapping[str, float]  # seconds busy
-    saturated: Mapping[str, int]  # tensor → numbers that were cut
+    saturated: Mapping[str, int]  # tensor → values that were cut
     notes: tuple[Note, ...]
     choice: str  # why `auto` took the device
     measures: Measures  # of the merged tensors

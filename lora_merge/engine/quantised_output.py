@@ -24,10 +24,10 @@ from .block_values import base_view, stored_base
 from .requantisation import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
 from .tasks import EncodeTask, FoldResult, FoldTask, LargestNumber, LargestTask, MergedBlock, results
-from .tensors import Fetch, decoded, packed, stored_numbers
+from .tensors import Fetch, decoded, packed, stored_values
 from .windows import Convert, WindowChange
 
-BLOCKS_AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers
+BLOCKS_AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of values
 BLOCK_SHARE: Final = 4  # the part of the memory limit for merged blocks is one of so many
 
 Key: TypeAlias = tuple[int, str, int]
@@ -35,7 +35,7 @@ Key: TypeAlias = tuple[int, str, int]
 
 
 class NewCodes:
-    """The quantised weights of outputs that the base holds as plain numbers, or in another format."""
+    """The quantised weights of outputs that the base holds as plain values, or in another format."""
 
     def __init__(self, plans: Sequence[Plan], folder: BlockFolder, pool: ThreadPoolExecutor, read: Fetch) -> None:
         """`read` returns a stored tensor without caching it."""
@@ -67,7 +67,7 @@ class NewCodes:
                 magnitudes[name] = max(magnitude, magnitudes.get(name, 0.0))
                 if merged is not None:
                     self._merged[plan, name, first] = merged
-        # The scale that covers it, and the numbers of the weights that share it.
+        # The scale that covers it, and the values of the weights that share it.
         for target in unknown:
             joined = self._partners[plan].get(target.name, (target,))
             magnitude = max(magnitudes.get(t.name, 0.0) for t in joined)
@@ -97,13 +97,13 @@ class NewCodes:
         return EncodeTask(block, task.base, task.into, merged)
 
     def _size(self, block: Block) -> int:
-        """Return the bytes of the merged numbers of a block."""
+        """Return the bytes of the merged values of a block."""
         return block.elements * self.folder.lanes.at[0].dtype.itemsize
 
     def begin(
         self, plan: int, c: Convert, base: memoryview, out: memoryview, fetch: Fetch
     ) -> Iterator[Future[FoldResult]]:
-        """Start to store numbers that no adapter changes."""
+        """Start to store values that no adapter changes."""
         target = self._refitted[plan].get(c.target.name, c.target)
         weight, before, after = c.target.weight, c.target.weight.packing.encoding, c.target.packing.encoding
         for low, count in _parts(c.count, c.target.group):
@@ -137,21 +137,21 @@ class NewCodes:
             yield self.pool.submit(self._largest, target, first, count, part)
 
     def _largest(self, target: OutputTensor, first: int, count: int, part: Tensor | None) -> LargestNumber:
-        """Return the largest number of a part of a weight that no adapter changes; `part`: its stored numbers, if the
+        """Return the largest value of a part of a weight that no adapter changes; `part`: its stored values, if the
         window has them."""
-        stored = stored_numbers(target.weight, first, count, self.read) if part is None else part
+        stored = stored_values(target.weight, first, count, self.read) if part is None else part
         return LargestNumber(target.name, largest(decoded(stored, target.weight, first, count, self.read)))
 
 
 def _parts(total: int, group: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of parts of so many numbers, in whole groups."""
+    """Yield (first, count) of parts of so many values, in whole groups."""
     step = max(1, BLOCK_ELEMENTS // group) * group
     for first in range(0, total, step):
         yield first, min(step, total - first)
 
 
 def _store(target: OutputTensor, span: tuple[int, int], stored: Tensor, into: Tensor, fetch: Fetch) -> FoldResult:
-    """Store (first, count) numbers, which are stored in another way so far."""
+    """Store (first, count) values, which are stored in another way so far."""
     encoded = recode(target, span[0], decoded(stored, target.weight, *span, fetch), Codes(into, None), fetch)
     if isinstance(encoded, Uncovered):
         return FoldResult(uncovered={target.name: encoded.largest})

@@ -31,10 +31,10 @@ ROWS_ROOM: Final = 2**27
 it; and for all together counts, places, some rows."""
 
 BY_ROWS: Final = 2**21
-"""Numbers of a block up to which its changes are computed as a whole, where they become one change."""
+"""Values of a block up to which its changes are computed as a whole, where they become one change."""
 
 WIDENED_PER_BLOCK: Final = 2**19
-"""Numbers of an adapter's tensor from which on it is widened again for every block that reads it, not kept."""
+"""Values of an adapter's tensor from which on it is widened again for every block that reads it, not kept."""
 
 WIDENED: Final = 8
 """Bytes of a number of such a tensor while a block is folded: as it is stored, and in fp32."""
@@ -75,7 +75,7 @@ class BlockPart:
 
     @property
     def whole(self) -> Iterator[int]:
-        """The numbers of each of the patch's tensors of which more than the block's rows are read."""
+        """The values of each of the patch's tensors of which more than the block's rows are read."""
         patch = self.use.patch
         by_rows = ALGORITHMS[patch.algorithm].row_axes or {} if patch.row_group < patch.view.matrix[0] else {}
         return (prod(shape) for slot, shape in patch.shapes.items() if by_rows.get(slot) != 0)
@@ -144,7 +144,7 @@ class Block:
 
     @property
     def reads(self) -> set[str]:
-        """Keys of the base tensors of which a formula reads more than the numbers that it changes."""
+        """Keys of the base tensors of which a formula reads more than the values that it changes."""
         patches = [s.use.patch for s in self.slices]
         views = [p.view for p in patches if p.reads_base] + [v for p in patches for v in p.base_slots.values()]
         return {piece.key for view in views for piece in view.row_slices}

@@ -1,6 +1,6 @@
-"""Matrices whose rows are computed on demand, and the search for their largest numbers, which reads them by rows.
+"""Matrices whose rows are computed on demand, and the search for their largest values, which reads them by rows.
 
-`largest` is exact: bits of magnitudes are counted, a few at a time, until few numbers with the known leading bits are
+`largest` is exact: bits of magnitudes are counted, a few at a time, until few values with the known leading bits are
 left, which are sorted.
 """
 
@@ -14,17 +14,17 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_NUMBERS: Final = 2**18
-"""Numbers of a block of rows: they stay in the caches."""
+BLOCK_VALUES: Final = 2**18
+"""Values of a block of rows: they stay in the caches."""
 
 CACHED: Final = 2**21
-"""Numbers up to which a matrix is kept in memory once it is computed, because it is read several times."""
+"""Values up to which a matrix is kept in memory once it is computed, because it is read several times."""
 
 BITS_AT_ONCE: Final = 16
-"""Bits that are counted each time that all numbers are read."""
+"""Bits that are counted each time that all values are read."""
 
-SORTED_NUMBERS: Final = 2**21
-"""Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
+SORTED_VALUES: Final = 2**21
+"""Values that are sorted: once no more than these have the known leading bits, further bits are not counted."""
 
 INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 """Dtype → the integers of its width, and their bits without the sign: bits of magnitudes are in the order of these."""
@@ -51,17 +51,17 @@ class RowMatrix:
         return RowMatrix((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
     def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order, as many at a time as `BLOCK_NUMBERS` says; all at once if a device holds the
+        """Yield all rows in order, as many at a time as `BLOCK_VALUES` says; all at once if a device holds the
         matrix. `owned`: whether the caller may overwrite them."""
         out, cols = self.shape
         on_device = self.memory is not None and self.memory.device.type != "cpu"
-        step = max(1, out if on_device else BLOCK_NUMBERS // max(cols, 1))
+        step = max(1, out if on_device else BLOCK_VALUES // max(cols, 1))
         for first in range(0, out, step):
             rows = slice(first, min(first + step, out))
             yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
 
     def numel(self) -> int:
-        """Return how many numbers it has."""
+        """Return how many values it has."""
         return self.shape[0] * self.shape[1]
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -97,7 +97,7 @@ class RowMatrix:
 
 
 class Largest(NamedTuple):
-    """The numbers that are the largest in magnitude: all above a bound, and the first ones that equal it."""
+    """The values that are the largest in magnitude: all above a bound, and the first ones that equal it."""
 
     least: float  # the smallest magnitude among them
     last: int  # the place, counted row by row, of the last number of that magnitude among them
@@ -115,7 +115,7 @@ class Largest(NamedTuple):
 
 
 def largest(change: RowMatrix, count: int) -> Largest:
-    """Return which numbers are the largest `count` in magnitude."""
+    """Return which values are the largest `count` in magnitude."""
     cols = change.shape[1]
     if count <= 0 or count >= change.numel():
         return Largest(torch.inf if count <= 0 else 0.0, -1 if count <= 0 else change.numel(), cols)
@@ -134,7 +134,7 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
     with these leading bits, counted from the largest, number of these magnitudes)."""
     # The next bits of all magnitudes with the known leading bits are counted, until few magnitudes are left.
     known, left, rank, number = 0, -1, count, change.numel()
-    if change.numel() <= SORTED_NUMBERS:
+    if change.numel() <= SORTED_VALUES:
         return known, INTEGERS[change.read(slice(0, 0)).dtype][1], rank, change.numel()
     while left:
         counts: Tensor | None = None
@@ -154,7 +154,7 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
         digit = len(counts) - 1 - place
         known, left = (known << (before - after)) | digit, after
         number = int(counts[digit])
-        if number <= SORTED_NUMBERS:
+        if number <= SORTED_VALUES:
             break
     return known, left, rank, number
 

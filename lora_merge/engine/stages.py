@@ -59,7 +59,7 @@ class WindowTask:
     shared: bool = False  # whether the output file shares these blocks with the base
     under_way: list[Future[FoldResult]] = field(default_factory=list, compare=False)  # blocks that are being merged
     reported: list[int] = field(default_factory=list, compare=False)  # bytes reported before it was written
-    saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
+    saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → values that a conversion cut
 
     @property
     def ready(self) -> bool:

@@ -30,7 +30,7 @@ class BlockTask:
     """A block with its stored base values, on the host or where the caller has them."""
 
     block: Block
-    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
+    base: Tensor  # [rows, cols], or the stored values of a padded weight's rows, or codes as flat bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FoldTask(BlockTask):
 
 @dataclass(frozen=True)
 class InUnitsTask(FoldTask):
-    """A fold task in which the numbers of the block, base and merged, are in units of the scale of the whole weight."""
+    """A fold task in which the values of the block, base and merged, are in units of the scale of the whole weight."""
 
     unit: float
     original: FoldTask  # the same task in units of 1
@@ -52,14 +52,14 @@ class InUnitsTask(FoldTask):
 class LargestTask(BlockTask):
     """Fold a block of a weight of codes for its largest number; nothing is written."""
 
-    keep: bool  # whether the merged numbers are returned too
+    keep: bool  # whether the merged values are returned too
 
 
 class MergedBlock(NamedTuple):
-    """The merged numbers of a block whose codes are made later, and their sample."""
+    """The merged values of a block whose codes are made later, and their sample."""
 
     values: Tensor  # [rows, cols]
-    sample: RowSample | None  # None if no numbers are measured
+    sample: RowSample | None  # None if no values are measured
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class EncodeTask(FoldTask):
 class FoldResult:
     """What comes of fold tasks besides the bytes that they write; the sum of several."""
 
-    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
+    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many values were cut
     uncovered: Mapping[str, float] = field(default_factory=dict)
     """Weight → its largest magnitude, if the scale of the whole weight does not cover it: nothing is written then."""
     parts: tuple[PartBytes, ...] = ()  # stored next to codes
@@ -94,7 +94,7 @@ def largest_of_each(some: Mapping[str, float], more: Mapping[str, float]) -> dic
 
 
 class LargestNumber(NamedTuple):
-    """The largest magnitude of the finite numbers of a block or another part of a weight."""
+    """The largest magnitude of the finite values of a block or another part of a weight."""
 
     weight: str
     magnitude: float

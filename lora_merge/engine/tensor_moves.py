@@ -2,7 +2,7 @@
 
 For blocks, `stage` brings the inputs of a formula to one placement, and `land` the results back, with one rounding. For
 whole windows of a GPU, `upload` and `download` carry bytes, and `cast_all` casts many blocks with one operation. For
-samples, `take` and `as_stored` copy and round rows where they are. Finite numbers that are too large for the new dtype
+samples, `take` and `as_stored` copy and round rows where they are. Finite values that are too large for the new dtype
 are seen on the way (`odd`, `extremes`), and counted or refused (`settle`). A `DeviceStream` is one thread's lane.
 """
 
@@ -39,16 +39,16 @@ INFINITY: Final = {
     torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80),
     torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52),
 }  # fmt: skip
-"""Dtype → integer dtype of its width, and the bits of infinity: bits of NaN are larger, of finite numbers smaller."""
+"""Dtype → integer dtype of its width, and the bits of infinity: bits of NaN are larger, of finite values smaller."""
 
 SUSPECT_BYTES: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 """8-bit dtype → the smallest bits, without the sign, of a number that may have been too large: 448 itself in e4m3, for
-which some versions of torch cut such numbers to 448 and others write NaN."""
+which some versions of torch cut such values to 448 and others write NaN."""
 
 WIDER: Final = ("bf16", "fp32")
 """Values of `--dtype` that an error recommends if another dtype is too small, the narrowest first."""
 
-CAST_NUMBERS: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are checked
+CAST_VALUES: Final = 2**18  # values that are cast at once; more would leave the caches before they are checked
 
 CACHE_LINE: Final = 64  # bytes
 
@@ -62,7 +62,7 @@ and not all decompositions, XPUs differ. The host casts the other dtypes."""
 def rounds_to_eight_bits(device: torch.device) -> bool:
     """Return whether a CUDA device casts fp32 and bf16 to 8-bit floats as the host does; True for other devices.
 
-    In torch for CUDA 13.2 and later some of these casts gave NaN or other numbers (pytorch#177769, pytorch#177870).
+    In torch for CUDA 13.2 and later some of these casts gave NaN or other values (pytorch#177769, pytorch#177870).
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
@@ -70,9 +70,9 @@ def rounds_to_eight_bits(device: torch.device) -> bool:
     every = (upper << 16).view(torch.float32)  # every number of bf16
     try:
         for dtype in EIGHT:
-            numbers = every[every.abs() <= torch.finfo(dtype).max]
+            values = every[every.abs() <= torch.finfo(dtype).max]
             for source in (torch.float32, torch.bfloat16):
-                cast = _cast(numbers, source)
+                cast = _cast(values, source)
                 on_device = torch.empty_like(cast, device=device).copy_(cast)
                 codes = _cast(on_device, dtype).view(torch.uint8)
                 on_host = torch.empty(codes.shape, dtype=codes.dtype, device="cpu").copy_(codes)
@@ -83,8 +83,8 @@ def rounds_to_eight_bits(device: torch.device) -> bool:
     return True
 
 
-def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(numbers, dtype=dtype).copy_(numbers)
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(values, dtype=dtype).copy_(values)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def whole(tensor: Tensor) -> Tensor:
     return integers
 
 
-def numbers(values: Sequence[float], at: Placement) -> Tensor:
+def as_scalars(values: Sequence[float], at: Placement) -> Tensor:
     """Return the values as [n, 1, 1] at the placement."""
     return torch.tensor(values, dtype=at.dtype, device=at.device).reshape(-1, 1, 1)
 
@@ -274,7 +274,7 @@ def convert(source: Tensor, into: Tensor, *, sums: bool = False) -> bool:
 
 def pieces(source: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield two tensors of one shape in pieces of a few rows."""
-    rows = max(1, CAST_NUMBERS * len(source) // max(source.numel(), 1))
+    rows = max(1, CAST_VALUES * len(source) // max(source.numel(), 1))
     for first in range(0, len(source), rows):
         yield source[first : first + rows], into[first : first + rows]
 
@@ -302,7 +302,7 @@ def odd(tensor: Tensor) -> bool:
 
 
 def beyond(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask, on the host, of the finite numbers that are too large for the dtype, and of infinite numbers if
+    """Return a mask, on the host, of the finite values that are too large for the dtype, and of infinite values if
     the dtype has no infinity."""
     size = tensor.detach().cpu().double().abs()
     over = size > OVERFLOW_LIMITS[dtype]
@@ -310,15 +310,15 @@ def beyond(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cut(source: Tensor, into: Tensor, over: Tensor) -> None:
-    """Cast a host tensor into another dtype; numbers that are too large become the largest number of the dtype."""
+    """Cast a host tensor into another dtype; values that are too large become the largest value of the dtype."""
     limit = torch.finfo(into.dtype).max
     into.copy_(castable(torch.where(over, source.double().clamp(-limit, limit), source.double()), into.dtype))
 
 
 def settle(name: str, source: Tensor, into: Tensor, *, saturate: bool) -> int:
-    """Cut the numbers of a host tensor, cast `into` another dtype, that are too large for it; return how many.
+    """Cut the values of a host tensor, cast `into` another dtype, that are too large for it; return how many.
 
-    Without `saturate`, TooLarge is raised instead, with the tensor's name. NaN stays NaN. Infinite numbers stay
+    Without `saturate`, TooLarge is raised instead, with the tensor's name. NaN stays NaN. Infinite values stay
     infinite, except in e4m3: it has no infinity, so they are too large.
     """
     total = 0
@@ -353,14 +353,14 @@ def _called(dtype: torch.dtype) -> str:
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """Return a mask, on the host, of the finite numbers of a tensor of any float dtype."""
+    """Return a mask, on the host, of the finite values of a tensor of any float dtype."""
     return tensor.detach().cpu().double().isfinite()
 
 
 def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the tensor detached, contiguous, on the CPU; it shares its data with the input if it can.
 
-    A lazily negated tensor is negated, as its memory holds the opposite numbers.
+    A lazily negated tensor is negated, as its memory holds the opposite values.
     """
     tensor = tensor.detach().cpu().resolve_neg()
     dtype = dtype or tensor.dtype
@@ -374,7 +374,7 @@ def holds(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def castable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in a dtype from which torch's cast rounds correctly, and fast: fp16 to fp8 through fp32 takes
+    """Return the values in a dtype from which torch's cast rounds correctly, and fast: fp16 to fp8 through fp32 takes
     a fifth of the time."""
     if tensor.dtype == torch.float16 and dtype.itemsize == 1:
         return tensor.float()
@@ -421,7 +421,7 @@ def download(on_device: Tensor, host: Tensor, lane: DeviceStream, piece: int) ->
 def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """Cast tensors into others of the same shapes and of one device, with one operation for each pair of dtypes.
 
-    Numbers are rounded once, to the nearest; see `rounded` for fp64.
+    Values are rounded once, to the nearest; see `rounded` for fp64.
     """
     kinds: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in zip(sources, into, strict=True):
@@ -431,7 +431,7 @@ def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     for (old, new), (sources_of_kind, into_of_kind) in kinds.items():
         if len(into_of_kind) > 1 and {old, new} <= INFINITY.keys():
             torch._foreach_copy_(into_of_kind, sources_of_kind)
-        else:  # one tensor, or 8-bit numbers
+        else:  # one tensor, or 8-bit values
             for source, target in zip(sources_of_kind, into_of_kind, strict=True):
                 target.copy_(source)
 
@@ -469,7 +469,7 @@ def extremes(work: Tensor, lane: DeviceStream, number: int = 0) -> Tensor:
 
 
 def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:
-    """Return numbers in memory of the host that holds them once the lane is settled; the next call for the same use and
+    """Return values in memory of the host that holds them once the lane is settled; the next call for the same use and
     dtype overwrites them."""
     if lane.stream is None or values.device.type == "cpu":
         return values.cpu()
@@ -477,12 +477,12 @@ def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:
 
 
 def fit(ends: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all numbers between two `extremes` are finite, and finite once they are rounded to a dtype."""
+    """Return whether all values between two `extremes` are finite, and finite once they are rounded to a dtype."""
     return all(abs(number) <= OVERFLOW_LIMITS[dtype] for number in ends.tolist())
 
 
 def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return zeros on the device of other numbers, in a dtype in which sums of squares keep their digits."""
+    """Return zeros on the device of other values, in a dtype in which sums of squares keep their digits."""
     return torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
@@ -502,7 +502,7 @@ def take(taken: Tensor, into: Tensor) -> None:
 
 
 def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers as an output of another dtype holds them, in their own dtype and place. Those that are too
+    """Return the values as an output of another dtype holds them, in their own dtype and place. Those that are too
     large become infinite or NaN."""
     if dtype.itemsize >= values.dtype.itemsize:
         return values

@@ -25,8 +25,8 @@ from .tensor_moves import FULL_DEVICES, TORCH_DTYPES, Placement, host, odd, roun
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
 
-CACHED_NUMBERS: Final = 2**24
-"""The most numbers that a `DeviceCache` keeps, of all tensors together."""
+CACHED_VALUES: Final = 2**24
+"""The most values that a `DeviceCache` keeps, of all tensors together."""
 
 CACHE_SHARE: Final = 4
 """A `TensorCache` keeps one part in so many of the memory limit, a `DeviceCache` a quarter of that in fp32."""
@@ -86,11 +86,11 @@ class TensorCache:
 
 
 class DeviceCache:
-    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` numbers."""
+    """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` values."""
 
-    def __init__(self, most: int = CACHED_NUMBERS) -> None:
+    def __init__(self, most: int = CACHED_VALUES) -> None:
         self._tensors: dict[Any, Tensor] = {}
-        self._numbers, self._most = 0, most
+        self._elements, self._most = 0, most
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
@@ -98,33 +98,33 @@ class DeviceCache:
         tensor = self._tensors.get(key)
         if tensor is not None:
             return tensor
-        if self._numbers > self._most:
+        if self._elements > self._most:
             return make()
         with self._lock:
             if key not in self._tensors:
                 new = make()
                 settle()
                 self._tensors[key] = new
-                self._numbers += new.numel()
+                self._elements += new.numel()
             return self._tensors[key]
 
     def clear(self) -> None:
         """Give the memory back."""
         with self._lock:
             self._tensors.clear()
-            self._numbers = 0
+            self._elements = 0
 
 
-def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
-    """Return the stored parts of `count` numbers of a weight from `first` on, on the device of the codes, `numbers`; a
-    single number of the whole weight stays on the CPU."""
-    parts = {CODES: numbers}
+def parts_of(stored: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
+    """Return the stored parts of `count` values of a weight from `first` on, on the device of the codes, `stored`; a
+    single value of the whole weight stays on the CPU."""
+    parts = {CODES: stored}
     for role, part in packing.parts.items():
         info, (low, size) = part.info, part.span(first, count)
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
         values = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
-        parts[role] = values if shape == (1,) and not part.numbers else on_device_of(values, numbers)
+        parts[role] = values if shape == (1,) and not part.group else on_device_of(values, stored)
     return parts
 
 
@@ -143,17 +143,17 @@ def computing(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else device
 
 
-def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
-    """Return `count` values of a weight from `first` on, from their stored numbers; they may share memory.
+def decoded(stored: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
+    """Return `count` values of a weight from `first` on, from their stored values; they may share memory.
 
-    Raises InputError for scales that are not positive, finite numbers, and for codes whose numbers fp32 cannot hold.
+    Raises InputError for scales that are not positive, finite values, and for codes whose values fp32 cannot hold.
     """
     encoding = weight.packing.encoding
     if encoding.plain:
-        return numbers
+        return stored
     try:
-        with computing(numbers.device):
-            values = encoding.decode(parts_of(numbers, weight.packing, first, count, fetch), first, count)
+        with computing(stored.device):
+            values = encoding.decode(parts_of(stored, weight.packing, first, count, fetch), first, count)
         if encoding.quantised and weight.packing.scaled and odd(values):
             raise InvalidPart("its scales are too large for fp32")
     except InvalidPart as e:
@@ -162,9 +162,9 @@ def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetc
     return values.reshape(-1)
 
 
-def stored_numbers(weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
-    """Return the stored numbers of a part of a weight that is not padded, flat, read from the base: its codes as bytes
-    if they are not plain numbers."""
+def stored_values(weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
+    """Return the stored values of a part of a weight that is not padded, flat, read from the base: its codes as bytes
+    if they are not plain values."""
     info, encoding = weight.stored, weight.packing.encoding
     low = encoding.nbytes(first)
     if encoding.plain:
@@ -174,10 +174,10 @@ def stored_numbers(weight: Weight, first: int, count: int, fetch: Fetch) -> Tens
 
 
 def weight_values(weight: Weight, fetch: Fetch) -> Tensor:
-    """Return all numbers of a weight; the padding is zeros."""
+    """Return all values of a weight; the padding is zeros."""
     count = prod(weight.shape)
     if weight.packed is not None:
-        return decoded(stored_numbers(weight, 0, count, fetch), weight, 0, count, fetch).reshape(weight.shape)
+        return decoded(stored_values(weight, 0, count, fetch), weight, 0, count, fetch).reshape(weight.shape)
     values = fetch(weight.stored)
     if not weight.padded:
         return values
@@ -203,19 +203,19 @@ def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
 
 
-def as_bytes(numbers: Tensor) -> Tensor:
+def as_bytes(values: Tensor) -> Tensor:
     """Return the bytes of a tensor, flat."""
-    return numbers.contiguous().reshape(-1).view(torch.uint8)
+    return values.contiguous().reshape(-1).view(torch.uint8)
 
 
 def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return stored numbers as a tensor that shares the bytes: plain ones in this shape, codes as flat bytes."""
+    """Return stored values as a tensor that shares the bytes: plain ones in this shape, codes as flat bytes."""
     return view_bytes(raw, dtype, shape) if packing.encoding.plain else view_bytes(raw, "U8", (raw.nbytes,))
 
 
-def raw(numbers: Tensor) -> bytes:
+def raw(values: Tensor) -> bytes:
     """Return the bytes of a tensor."""
-    array: Any = host(as_bytes(numbers)).numpy()
+    array: Any = host(as_bytes(values)).numpy()
     return bytes(array.tobytes())
 
 

@@ -1,4 +1,4 @@
-"""Makes a window's output bytes from its base bytes, in memory: folded blocks, converted numbers, unchanged bytes."""
+"""Makes a window's output bytes from its base bytes, in memory: folded blocks, converted values, unchanged bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .requantisation import new_parts, refitted
 from .stages import WindowTask
 from .tasks import FoldResult, FoldTask, largest_of_each, settled
 from .tensor_moves import convert, settle
-from .tensors import CACHE_SHARE, CACHED_NUMBERS, DeviceCache, TensorCache, decoded, packed, raw
+from .tensors import CACHE_SHARE, CACHED_VALUES, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Fold, Window, WindowChange, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -41,7 +41,7 @@ class PlanResults:
 
     spool: Spool  # the parts next to codes, until the files are complete
     measures: Measures = field(default_factory=Measures)
-    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were too large for its dtype
+    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many values were too large for its dtype
     uncovered: dict[str, float] = field(default_factory=dict)
     """Weight → its largest number, if the scale of the whole weight does not cover it."""
     notes: list[Note] = field(default_factory=list)
@@ -73,7 +73,7 @@ class WindowMerger:
         uploaded = None
         if at[0].device.type != "cpu":
             uploaded = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
-        cache = DeviceCache(min(CACHED_NUMBERS, room // (4 * CACHE_SHARE)))
+        cache = DeviceCache(min(CACHED_VALUES, room // (4 * CACHE_SHARE)))
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
         # What folds: block by block, and on a GPU whole windows.
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
@@ -92,16 +92,14 @@ class WindowMerger:
             for low, high in _copied_ranges(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
         task.under_way.extend(self.codes.scales(task.plan, task.change, base))
-        # Numbers that only change their dtype or form.
+        # Values that only change their dtype or form.
         for c in task.change.converts:
             if not c.target.packing.encoding.plain:
                 task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))
                 continue
             name, weight = c.target.name, c.target.weight
-            numbers = packed(
-                base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,)
-            )
-            values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
+            stored = packed(base[c.source : c.source + c.source_bytes], weight.packing, weight.stored.dtype, (c.count,))
+            values = decoded(stored, weight, c.first, c.count, self.cache.fetch)
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.options.saturate)
@@ -110,7 +108,7 @@ class WindowMerger:
         def fold_task(f: Fold) -> FoldTask:
             return self.codes.task(task.plan, _fold_task(f, out, base if f.apart else input_bytes))
 
-        # Blocks: those of plain numbers in whole windows on a device, the others in groups.
+        # Blocks: those of plain values in whole windows on a device, the others in groups.
         rest = task.change.folds
         if self.whole is not None:
             started = [*self.whole.begin(task, fold_task)]

@@ -42,7 +42,7 @@ class CopiedBytes:
 
 
 @dataclass(slots=True)
-class ChangedNumbers:
+class ChangedValues:
     """Elements [low, low + count) of a tensor that plans change or store in another form, with the blocks of every
     plan; a plan without changes has no blocks.
     """
@@ -144,8 +144,8 @@ class Window:
         self._read(part.target.source, part.low, part.nbytes)
         self.size += part.nbytes
 
-    def change(self, part: ChangedNumbers, *, drawn: bool) -> None:
-        """Plan one read of numbers, and for every plan its folds and the conversion of unchanged blocks. `drawn`:
+    def change(self, part: ChangedValues, *, drawn: bool) -> None:
+        """Plan one read of values, and for every plan its folds and the conversion of unchanged blocks. `drawn`:
         whether merged weights are rounded stochastically."""
         target, low = part.target, part.low
         first, count = target.weight.span(low, low + part.count)
@@ -285,7 +285,7 @@ def sharable(window: Window) -> bool:
     )
 
 
-def _turns(window: Window, part: CopiedBytes | ChangedNumbers) -> bool:
+def _turns(window: Window, part: CopiedBytes | ChangedValues) -> bool:
     """Return whether a new window starts: long untouched ranges and changed bytes do not share one."""
     if window.untouched:
         return window.size >= STRETCH and not isinstance(part, CopiedBytes)
@@ -296,7 +296,7 @@ def _window(file: int, start: int, plans: int) -> Window:
     return Window(file, start, tuple(WindowChange() for _ in range(plans)))
 
 
-def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[CopiedBytes | ChangedNumbers]:
+def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[CopiedBytes | ChangedValues]:
     """Yield the parts of one tensor, the same tensor of every plan; parts fit a window."""
     target = targets[0]
     if not target.nbytes:
@@ -314,17 +314,17 @@ def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[CopiedBytes 
     total, whole, none = prod(target.matrix), target.group, ((),) * len(targets)
     step = max(1, target.packing.encoding.count(limit // 4) // whole) * whole
     for low in range(0, total, step):
-        yield ChangedNumbers(target, low, min(step, total - low), none)
+        yield ChangedValues(target, low, min(step, total - low), none)
 
 
-def _runs(targets: Sequence[OutputTensor]) -> Iterator[ChangedNumbers]:
+def _runs(targets: Sequence[OutputTensor]) -> Iterator[ChangedValues]:
     """Yield the shortest ranges of elements that cut no block of any plan."""
     by_plan = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in some)} for some in by_plan if some))
     firsts = [[b.first * b.cols for b in some] for some in by_plan]
     for low, high in pairwise(sorted(cuts)):
         inside = (some[bisect_left(at, low) : bisect_left(at, high)] for some, at in zip(by_plan, firsts, strict=True))
-        yield ChangedNumbers(targets[0], low, high - low, tuple(map(tuple, inside)))
+        yield ChangedValues(targets[0], low, high - low, tuple(map(tuple, inside)))
 
 
 def _append(reads: list[WindowRead], new: WindowRead) -> None:

@@ -1,4 +1,4 @@
-"""Reads and writes containers, folders and stored numbers."""
+"""Reads and writes containers, folders and stored values."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ class Index:
     notes: tuple[Note, ...] = ()
     """Messages for the user: variants that are not used, entries that are not tensors …"""
     packed: Mapping[str, Packing] = field(default_factory=dict, repr=False)
-    """Name → packing of the weights that are not stored as plain numbers."""
+    """Name → packing of the weights that are not stored as plain values."""
     unnamed: tuple[Path, ...] = ()
     """Shards of this model that its index does not name; they are copied and never changed."""
     gguf: GgufModel | None = None

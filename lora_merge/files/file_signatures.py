@@ -138,7 +138,7 @@ def _by_keys(signs: Sequence[tuple[re.Pattern[str], str]], keys: Sequence[str]) 
 
 def component(shapes: Mapping[str, Shape]) -> str:
     """Return the component of a pipeline that a file is by its keys; "" if they do not show it, or if most of its
-    numbers are below other levels than those keys."""
+    values are below other levels than those keys."""
     numbers = Counter[str]()
     for key, shape in shapes.items():
         numbers[key.partition(".")[0]] += prod(shape)

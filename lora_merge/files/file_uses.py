@@ -66,7 +66,7 @@ NOT_OF_MODEL: Final = "it belongs to the adapter, not to the model"
 ONLY_FOR_CODES: Final = "it describes the codes of the base's weights, which the output does not have"
 
 DUPLICATE_SHARE: Final = (
-    0.5  # share of a file's numbers, or of the model's, from which two sets of tensors count as the same
+    0.5  # share of a file's values, or of the model's, from which two sets of tensors count as the same
 )
 
 
@@ -151,8 +151,8 @@ def duplicate(path: Path, base: Index, *, by_name: bool = True) -> str:
 
 
 def same_tensors(header: Header, base: Index) -> bool:
-    """Return whether a file holds tensors of the base again: by name and shape half of its numbers, by name half of the
-    base's tensors, or by shape alone nearly all of its numbers and half of the base's."""
+    """Return whether a file holds tensors of the base again: by name and shape half of its values, by name half of the
+    base's tensors, or by shape alone nearly all of its values and half of the base's."""
     of_base = [(info.stored or info.name, info.shape) for info in base.tensors.values()]
     known, names = {*of_base}, {name for name, _ in of_base}
     total = sum(prod(info.shape) for info in header.tensors.values())

@@ -230,7 +230,7 @@ def configured(
 ) -> bytes:  # fmt: skip
     """Return a model's config.json with the new dtype and sizes of the weights; unchanged bytes if neither changed.
 
-    `unpacked`: the weights were quantised and are plain numbers now, so nothing may say how they are quantised.
+    `unpacked`: the weights were quantised and are plain values now, so nothing may say how they are quantised.
     `section`: what says how the output is quantised.
     """
     if dtype not in CONFIG_DTYPES and not resized and not unpacked and section is None:

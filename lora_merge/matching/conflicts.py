@@ -122,8 +122,8 @@ class DuplicateCheck:
         return False
 
     def _equal(self, first: Patch, second: Patch) -> bool:
-        """Return whether two patches have the same formula, numbers and tensors on the same rows."""
-        fields = ("algorithm", "shapes", "numbers", "settings", "view", "magnitude")
+        """Return whether two patches have the same formula, scalars and tensors on the same rows."""
+        fields = ("algorithm", "shapes", "scalars", "settings", "view", "magnitude")
         if not all(getattr(first, name) == getattr(second, name) for name in fields):
             return False
         slots, others = ({**patch.module.slots, **patch.module.shared} for patch in (first, second))

@@ -440,7 +440,7 @@ def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None
     """Raise NoChange if the scale of all patches of an adapter is 0, which its configuration or alpha gives."""
     scale = None
     for patch in patches:
-        scale = patch.numbers.get("scale")
+        scale = patch.scalars.get("scale")
         if scale != 0 or patch.reads_base:
             return
     if scale == 0:

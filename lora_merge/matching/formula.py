@@ -1,7 +1,7 @@
 """Chooses the formula of one module on one weight, by ordered filters that each have a name and a reason to refuse.
 
 The ending of a key says which rows of ALGORITHMS may read its tensor (adapters/suffixes.py). Two groups of filters
-follow. The first needs no numbers and leaves some of these rows:
+follow. The first needs no values and leaves some of these rows:
 
 * slots: the row reads all slots of the module, and lacks none;
 * configuration: it is the row that the PEFT configuration selects, if it selects one (adapters/peft/rules.py);
@@ -106,7 +106,7 @@ FROM_THE_TRAINING: Final = (
 )
 
 OF_ROW: Final = "experts"
-"""The filter of candidates whose reason is about the row of ALGORITHMS, not about shapes and numbers of tensors."""
+"""The filter of candidates whose reason is about the row of ALGORITHMS, not about shapes and values of tensors."""
 
 STATED_BY: Final = ("--setting", "adapter_config")
 """A reason with one of these texts names the place from which the missing fact can come."""
@@ -214,7 +214,7 @@ class Refusal(NamedTuple):
 
 
 class CandidateRows(NamedTuple):
-    """The rows of ALGORITHMS for one module that are left before shapes and numbers are looked at."""
+    """The rows of ALGORITHMS for one module that are left before shapes and values are looked at."""
 
     names: Sequence[str]
     selected: str | None  # the row that the PEFT configuration selects; None if it selects none
@@ -257,7 +257,7 @@ def check_settings(user_settings: Mapping[str, Any], used: Collection[str]) -> N
 
 
 class Site(NamedTuple):
-    """One module on the weight that it changes, with the filters that need no numbers."""
+    """One module on the weight that it changes, with the filters that need no values."""
 
     module: Module
     view: WeightView
@@ -359,8 +359,8 @@ class Candidate:
     shapes: Mapping[str, Shape]
     arguments: NetworkArguments  # of the trainer
     magnitude: tuple[dora.Axis, Shape] | None  # None without one that has an effect
-    configured: Mapping[str, float]  # numbers of the configuration
-    numbers: Mapping[str, float]
+    configured: Mapping[str, float]  # scalars of the configuration
+    scalars: Mapping[str, float]
 
     def __init__(self, site: Site, formula: str, view: WeightView, used_settings: set[str], *, alone: bool) -> None:
         self.site, self.context, self.rules = site, site.context, site.rules
@@ -393,7 +393,7 @@ class Candidate:
         self._add_scale_remarks()
         settings = tuple(sorted(self.settings.items()))
         patch = Patch(
-            self.context.number, self.module, self.formula, self.shapes, self.numbers, settings, self.view,
+            self.context.number, self.module, self.formula, self.shapes, self.scalars, settings, self.view,
             self.magnitude, self.base_slots,
         )  # fmt: skip
         return FormulaChoice(patch, (*remarks, *self.remarks), frozenset(self.used_settings))
@@ -463,7 +463,7 @@ class Candidate:
             self.remarks.append(MAY_HAVE_GROUPS)
         # Factors of the inputs of several groups.
         on_input = self.module.slots.get("on_input")
-        if on_input is not None and any(self.context.values.numbers(on_input)):
+        if on_input is not None and any(self.context.values.elements(on_input)):
             groups = bypass.input_groups(self.shapes, shape)
             expect(holds=arguments.bypass or groups < 2, otherwise=ONLY_IN_BYPASS.format(groups=groups, shape=[*shape]))
         # A rotation of the output of all groups.
@@ -475,20 +475,20 @@ class Candidate:
         self.remarks.append(MAY_HAVE_GROUPS)
 
     def read_configuration(self) -> None:
-        """Read the configuration's numbers; none if α of the file or of the user counts more. The user's α takes the
+        """Read the configuration's scalars; none if α of the file or of the user counts more. The user's α takes the
         place of a configured α of 0."""
         rules, name, shapes = self.rules, self.module.name, self.shapes
         has_alpha, user = "alpha" in self.module.shared, self.context.user_settings
         self.configured = {}
         if has_alpha if rules.borrowed else rules.aside and (has_alpha or ALPHA_SETTING in user):
             return
-        self.configured = rules.numbers(self.formula, name, shapes)
+        self.configured = rules.scalars(self.formula, name, shapes)
         if self.configured.get("scale") == 0 and ALPHA_SETTING in user:
             self.used_settings.add(ALPHA_SETTING)
-            self.configured = rules.with_alpha(user[ALPHA_SETTING]).numbers(self.formula, name, shapes)
+            self.configured = rules.with_alpha(user[ALPHA_SETTING]).scalars(self.formula, name, shapes)
 
-    def read_numbers(self) -> None:
-        """Decide the numbers of the formula: from α, from the configuration, or from a stored scale."""
+    def read_scalars(self) -> None:
+        """Decide the scalars of the formula: from α, from the configuration, or from a stored scale."""
         row, shapes, shape, configured = self.row, self.shapes, self.view.shape, self.configured
         alpha, override = self._number("alpha"), self._number("scale_override")
         if alpha is None and "scale" in row.scalars:
@@ -496,28 +496,28 @@ class Candidate:
         # The formula's rule for α; a bias takes the rank of the factors of its module.
         weight = self.context.weights.get(self.module.name) if row.part_of_lora else None
         try:
-            numbers = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
+            scalars = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
             raise _unusable("alpha", alpha, self.module.shared.get("alpha")) from e
         # What the trainer made of α.
         if is_norm_limit(row, self.module.name, alpha, self.context.adapter.index.metadata):
-            numbers["limit"] = float(alpha or 0)
+            scalars["limit"] = float(alpha or 0)
             self.remarks.append(NORM_LIMIT)
-        if "scale" in numbers:
+        if "scale" in scalars:
             if self.arguments.no_scale:
                 self.remarks.append(UNSCALED)
-            numbers["scale"] = 1.0 if self.arguments.no_scale else numbers["scale"] * self.arguments.factor
-        # The configuration's numbers, and a stored scale, count more.
+            scalars["scale"] = 1.0 if self.arguments.no_scale else scalars["scale"] * self.arguments.factor
+        # The configuration's scalars, and a stored scale, count more.
         if row.scale_from_config and not configured:
             raise DoesNotFit("the scale is stored only in adapter_config.json; copy it into the adapter's folder")
-        if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != numbers["scale"]:
+        if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != scalars["scale"]:
             self.remarks.append(OTHER_ALPHA)
-        numbers |= configured
+        scalars |= configured
         if override is not None and "scale" in row.scalars:
-            numbers["scale"] = override
+            scalars["scale"] = override
         elif alpha == 0 and not configured and self._alpha_matters:
             self.remarks.append(ZERO_ALPHA)
-        self.numbers = numbers
+        self.scalars = scalars
 
     def _stated_alpha(self, *, needed: bool) -> float | None:
         """Return α as the user states it, else, if it is needed, as the header or a file next to the adapter does."""
@@ -542,7 +542,7 @@ class Candidate:
         if prod(info.shape) != 1:
             where = f"{info.file}: {info.name} {list(info.shape)}"
             raise InputError(f"{slot} is not one number", where, "export it again")
-        value = self.context.values.numbers(info)[0]
+        value = self.context.values.elements(info)[0]
         infinite = slot != "alpha" and not isfinite(value)  # an infinite alpha is allowed in LoKr and OFT
         if info.dtype == "BOOL" or isnan(value) or infinite or not _in_fp32(value):
             raise _unusable(slot, value, info)
@@ -600,7 +600,7 @@ FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (
     ("settings", Candidate.check_settings),
     ("groups", Candidate.check_groups),
     ("configured scale", Candidate.read_configuration),
-    ("scale", Candidate.read_numbers),
+    ("scale", Candidate.read_scalars),
 )
 """The filters of one formula on one view of the weight, in order; each may use what the filters before it decided."""
 
@@ -615,12 +615,12 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
 
 
 def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) -> bool:
-    """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte.
+    """Return whether two tensors of one slot are equal: single values as numbers, others byte for byte.
 
     Magnitudes must also be of the same axis, as [out] and [out, 1] are.
     """
     if prod(first.shape) == prod(second.shape) == 1:
-        return values.numbers(first) == values.numbers(second)
+        return values.elements(first) == values.elements(second)
     if slot != "magnitude":
         return values.same(first, second)
     flat = [replace(info, shape=(prod(info.shape),)) for info in (first, second)]

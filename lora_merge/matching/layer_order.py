@@ -41,7 +41,7 @@ MOST_RELATIVES: Final = 256
 def unnamed_layers(
     rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[PeftRules, list[Module]]:
-    """Return the rules with the offset of each layer's numbers, and the modules including the unnamed ones.
+    """Return the rules with the offset of each layer's values, and the modules including the unnamed ones.
 
     InputError if the layers cannot be determined."""
     if rules.method.names_layers(rules.fields) or modules:

@@ -1,4 +1,4 @@
-"""Matches the modules of one adapter with the base: which formula, with which numbers, changes which rows.
+"""Matches the modules of one adapter with the base: which formula, with which scalars, changes which rows.
 
 `match_adapter` first gathers the facts that hold for all modules, then places module by module, then the parameters
 that are stored as whole values. What happens to each is collected in a `MatchDraft`; one error lists all problems of
@@ -327,7 +327,7 @@ class ModulePlacer:
     def _place_bias(self, module: Module, patch: Patch) -> None:
         """Add a patch for the bias of a layer whose weight was placed, if the formula changes both."""
         up, on_input = module.slots.get("up"), module.slots.get("on_input")
-        if on_input is not None and any(self.values.numbers(on_input)):
+        if on_input is not None and any(self.values.elements(on_input)):
             return  # (IA)³ of inputs
         row = ALGORITHMS[patch.algorithm]
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")

@@ -31,7 +31,7 @@ class Patch:
     module: Module
     algorithm: str
     shapes: Mapping[str, Shape]  # slot → shape as the formula needs it
-    numbers: Mapping[str, float]
+    scalars: Mapping[str, float]
     settings: tuple[tuple[str, Any], ...]
     view: WeightView
     magnitude: tuple[dora.Axis, Shape] | None = None  # DoRA: axis, shape
@@ -44,7 +44,7 @@ class Patch:
         Factors are cut to a multiple of it, along the axes that the algorithm's `row_axes` names.
         """
         row, rows = ALGORITHMS[self.algorithm], self.view.matrix[0]
-        limits = {name for name, value in self.numbers.items() if isfinite(value)}
+        limits = {name for name, value in self.scalars.items() if isfinite(value)}
         chosen = self.shapes.keys() | {name for name, value in self.settings if value} | limits
         if row.row_axes is None or row.not_sliceable_with & chosen or (self.magnitude or ("out",))[0] != "out":
             return rows

@@ -157,9 +157,9 @@ def as_trained(
     split = rank % n == 0 and _is_split(up, fused, context.values)
     text = (AS_TRAINED if split else NOT_SPLIT) if said else SPLIT_LIKELY
     remarks = (*dylora, *([Note(text.format(n=n, r=rank // n, rank=rank))] if said or split else []))
-    if not (said and split) or context.values.numbers(alpha)[0] == 0 or "scale_override" in patch.module.shared:
+    if not (said and split) or context.values.elements(alpha)[0] == 0 or "scale_override" in patch.module.shared:
         return patch, remarks
-    return replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * n}), remarks
+    return replace(patch, scalars={**patch.scalars, "scale": patch.scalars["scale"] * n}), remarks
 
 
 def _looks_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:

@@ -149,14 +149,14 @@ class AdapterPair:
         """Return the scale in PEFT, which each end has for itself, also if both share the factors."""
         rules = self.context.rules.of(module.name)
         formula = next((name for name in module.complete if name in rules.method.algorithms), "")
-        return rules.numbers(formula, module.name, module.shapes).get("scale", 1.0)
+        return rules.scalars(formula, module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, heads: Sequence[Module], tables: Sequence[Module]) -> Iterator[str]:
         """Yield the heads whose A is the transpose of the B of embeddings, the smaller two of the four factors, and
         these embeddings."""
-        numbers = self.context.values.numbers
-        of_heads = [(m.name, numbers(m.slots["down"])) for m in heads]
-        columns = [(m, numbers(m.slots["up"]), m.slots["up"].shape[-1]) for m in tables]
+        elements = self.context.values.elements
+        of_heads = [(m.name, elements(m.slots["down"])) for m in heads]
+        columns = [(m, elements(m.slots["up"]), m.slots["up"].shape[-1]) for m in tables]
         of_tables = [(m.name, tuple(v for k in range(n) for v in values[k::n])) for m, values, n in columns]
         common = {values for _, values in of_heads} & {values for _, values in of_tables}
         yield from (name for name, values in (*of_heads, *of_tables) if values in common)

@@ -258,7 +258,7 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
 def _adapters_size(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
     if "reshape" in module.shared:
         info = module.shared["reshape"]
-        sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= WEIGHT_AXES else [None]
+        sizes = [COUNT.number(n) for n in values.elements(info)] if prod(info.shape) <= WEIGHT_AXES else [None]
         if None in sizes:
             raise InputError("reshape_weight is not a list of sizes", f"{info.file}: {info.name}", "export it again")
         return tuple(size for size in sizes if size is not None)

@@ -38,7 +38,7 @@ from ..engine.requantisation import new_parts, refitted
 from ..engine.row_blocks import Block, blocks, portions
 from ..engine.tasks import FoldResult, FoldTask
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
-from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_numbers
+from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_values
 from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
 from ..errors import InputError, UsageError
@@ -74,7 +74,7 @@ Give = Callable[[OutputTensor, Tensor], None]
 class MergeFacts(NamedTuple):
     """The facts of a merge in memory, without its tensors."""
 
-    saturated: Counter[str]  # tensor → numbers that were cut to the largest of their dtype
+    saturated: Counter[str]  # tensor → values that were cut to the largest of their dtype
     numbers: Mapping[str, Any]  # what the merge did to the weights, as in a report
     lost: tuple[str, ...]  # warnings of changes that are lost in the rounding
 
@@ -106,7 +106,7 @@ class MemoryMerge:
         return (target for _, target in outputs(self.matched))
 
     def _base_tensor(self, name: str) -> Tensor:
-        """Return the base's tensor of this name; no numbers, on the device of its weight, for a new bias."""
+        """Return the base's tensor of this name; no values, on the device of its weight, for a new bias."""
         tensor = self.base_tensors.get(name)
         return self.base_tensors[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
 
@@ -195,7 +195,7 @@ def prepare(
 
 
 def warn_of(facts: MergeFacts) -> None:
-    """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
+    """Warn the caller of a public function of values that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
     for text in facts.lost:
         warnings.warn(one_line(in_python(text)), stacklevel=5)
@@ -216,11 +216,11 @@ def _device(tensors: Iterable[Tensor]) -> str:
 def _merged(
     targets: Sequence[OutputTensor], folder: BlockFolder, live: Mapping[str, Tensor], saturated: Counter[str]
 ) -> tuple[dict[str, Tensor], FoldResult]:
-    """Return (name → result, parts of codes and measures); adds to the counts of cut numbers."""
+    """Return (name → result, parts of codes and measures); adds to the counts of cut values."""
     tensors, tasks, fetch = {}, [], folder.tensors.fetch
 
-    def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
-        values = decoded(numbers, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else numbers
+    def put(target: OutputTensor, block: Block, stored: Tensor, into: Tensor) -> None:
+        values = decoded(stored, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else stored
         if not convert(values, into):
             saturated[target.name] += settle(target.name, values, into, saturate=folder.options.saturate)
 
@@ -236,15 +236,15 @@ def _merged(
         _copy_padding(target, out, fetch)
         for block in blocks(target):
             if value is None or target.weight.packed:
-                numbers = stored_numbers(target.weight, *block.stored, fetch)
+                stored = stored_values(target.weight, *block.stored, fetch)
             else:
-                numbers = value.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
+                stored = value.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
             into = _rows(out, target, block)
-            numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
+            stored = stored if padded or target.weight.packed else stored.view(into.shape)
             if block.folded(drawn=folder.options.draw is not None):
-                tasks.append(FoldTask(block, numbers, into))
+                tasks.append(FoldTask(block, stored, into))
             else:
-                put(target, block, numbers, into)
+                put(target, block, stored, into)
     # Step 2: the blocks are folded; a scale that does not cover the result is fitted anew.
     merged = folder.fold(tasks)
     saturated += merged.cut
@@ -268,15 +268,15 @@ def _copy_padding(target: OutputTensor, out: Tensor, fetch: Fetch) -> None:
 def _amend(results: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:
     """Write new bytes of parts into copies of their tensors, which share memory with the input."""
     for name in dict.fromkeys(part.name for part in parts):
-        target, numbers = results[name]
-        results[name] = target, numbers.clone()
+        target, tensor = results[name]
+        results[name] = target, tensor.clone()
     for name, first, data in parts:
         into = as_bytes(results[name][1])[first : first + len(data)]
         into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
-    """Return the stored numbers of a block in an output tensor: [rows, cols], or codes as flat bytes."""
+    """Return the stored values of a block in an output tensor: [rows, cols], or codes as flat bytes."""
     if target.packed is None:
         return out.view(-1).narrow(0, block.first * block.cols, block.elements).view(-1, block.cols)
     size = target.packing.encoding.nbytes
@@ -377,5 +377,5 @@ def merge_state_dict(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors that share memory are the same numbers in the same order."""
+    """Return whether two tensors that share memory are the same values in the same order."""
     return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())

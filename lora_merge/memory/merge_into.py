@@ -38,7 +38,7 @@ from .merge import KEEP_DEVICE, MemoryAdapters, prepare, warn_of
 from .state_index import codes, index_of, repeats, shared
 
 TENSOR_CLASSES: Final = (Tensor, Parameter, Buffer)
-"""Classes of tensors whose bytes are the numbers; libraries of quantisation and sharding have classes of their own."""
+"""Classes of tensors whose bytes are the values; libraries of quantisation and sharding have classes of their own."""
 
 FP8_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -54,7 +54,7 @@ class LivePipeline(Protocol):
 
 
 Original: TypeAlias = Callable[[str], Tensor]
-"""Function that returns the tensor of a name with the numbers that it had before the merge."""
+"""Function that returns the tensor of a name with the values that it had before the merge."""
 
 
 def live_model(model: object, tensors: dict[str, Tensor], original: Original) -> Index:
@@ -103,7 +103,7 @@ def _all(module: Module, *, aliases: bool = False) -> dict[str, Tensor]:
 
 
 def _tensors(module: Module, where: str) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name; InputError for classes that are not plain numbers."""
+    """Return the parameters and buffers of a module by name; InputError for classes that are not plain values."""
     tensors = _all(module)
     for name, tensor in tensors.items():
         if not _is_plain(tensor) or codes(tensor):
@@ -150,7 +150,7 @@ def _config(module: Module) -> dict[str, Any]:
 Keep: TypeAlias = Literal["host", "device", "compressed"]
 
 Restore: TypeAlias = Callable[[Tensor], Tensor | None]
-"""Function of a tensor with merged numbers that returns its original bytes, flat; None if it needs the merged numbers
+"""Function of a tensor with merged values that returns its original bytes, flat; None if it needs the merged values
 and the tensor has others."""
 
 _numbers: Final = count()
@@ -186,7 +186,7 @@ class MergedModel(Shown):
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of the tensors that hold merged numbers; () after `undo`."""
+        """The names of the tensors that hold merged values; () after `undo`."""
         return tuple(self._originals)
 
     @public
@@ -197,7 +197,7 @@ class MergedModel(Shown):
 
         Raises:
             UsageError: If a later merge into the memory of a changed tensor is not undone, a tensor has another dtype
-                or shape now, or another merge uses its memory now: then nothing is restored. Also for numbers that were
+                or shape now, or another merge uses its memory now: then nothing is restored. Also for values that were
                 changed since, if only a difference from the merged ones is kept; all other tensors are restored.
             InputError: If a tensor shares memory with another changed one now: then nothing is restored.
         """
@@ -271,11 +271,11 @@ class MergedModel(Shown):
         yield "undo", f"handle.undo() restores the bytes that are kept: {self._keep}"
 
     def replace(self, name: str, merged: Tensor) -> None:
-        """Write merged numbers into a tensor of the model, and keep its original bytes.
+        """Write merged values into a tensor of the model, and keep its original bytes.
 
         Parameters:
             name: Of the tensor, as in the model's state dict.
-            merged: Its new numbers, of the same shape and dtype.
+            merged: Its new values, of the same shape and dtype.
         """
         tensor = self._tensors[name]
         old = _KEEPERS[self._keep](tensor, merged)
@@ -285,7 +285,7 @@ class MergedModel(Shown):
         self._originals[name] = old
 
     def original(self, name: str) -> Tensor:
-        """Return a tensor of the model with its original numbers.
+        """Return a tensor of the model with its original values.
 
         Parameters:
             name: As in the model's state dict.
@@ -317,8 +317,8 @@ def merge_into(
         model: A torch module (a model of transformers or diffusers, or your own), or a diffusers pipeline. Names that
             PEFT, FSDP and torch.compile give to wrapped layers (such as `.base_layer.`) are understood.
         adapters: As for `merge_state_dict`.
-        keep: Where the original numbers of changed tensors are kept for `undo`: "host", "device" (that of each tensor),
-            or "compressed" (on the host, as the compressed difference from the merged numbers, which must then still
+        keep: Where the original values of changed tensors are kept for `undo`: "host", "device" (that of each tensor),
+            or "compressed" (on the host, as the compressed difference from the merged values, which must then still
             be in the model: half the memory or less, and a second for every few hundred MB).
         progress: As for `merge`.
 
@@ -405,7 +405,7 @@ def _check_apart(written: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
 
 
 def _write(tensor: Tensor, data: Tensor) -> None:
-    """Replace the numbers of a live tensor by those with these bytes."""
+    """Replace the values of a live tensor by those with these bytes."""
     with torch.inference_mode(tensor.is_inference()):  # else torch refuses to change tensors made in that mode
         tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
@@ -423,7 +423,7 @@ def _on_device(tensor: Tensor, _: Tensor) -> Restore:
 
 
 def _compressed(tensor: Tensor, merged: Tensor) -> Restore:
-    """Keep the bits in which the original and the merged numbers differ: most numbers differ in few of them."""
+    """Keep the bits in which the original and the merged values differ: most values differ in few of them."""
     new = as_bytes(host(merged))
     different = as_bytes(host(tensor)) ^ new
     wide = different.view(-1, tensor.element_size())  # bytes of equal weight together: the upper ones are mostly zero
@@ -431,7 +431,7 @@ def _compressed(tensor: Tensor, merged: Tensor) -> Restore:
 
 
 def _restored(compressed: bytes, checksum: int, tensor: Tensor) -> Tensor | None:
-    """Return the original bytes from the merged numbers and the compressed difference; None if the numbers do not have
+    """Return the original bytes from the merged values and the compressed difference; None if the values do not have
     this checksum."""
     merged = as_bytes(host(tensor))
     if zlib.crc32(raw(merged)) != checksum:
@@ -446,4 +446,4 @@ _KEEPERS: Final[Mapping[str, Callable[[Tensor, Tensor], Restore]]] = {
     "device": _on_device,
     "compressed": _compressed,
 }
-"""Value of `keep` → function that keeps a tensor's original numbers; it is given the tensor and its new numbers."""
+"""Value of `keep` → function that keeps a tensor's original values; it is given the tensor and its new values."""

@@ -67,28 +67,28 @@ def shared(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Itera
 
 
 def repeats(tensor: Tensor) -> bool:
-    """Return whether two numbers of a tensor share a byte, as those of expanded tensors and of windows do."""
+    """Return whether two values of a tensor share a byte, as those of expanded tensors and of windows do."""
     axes, size = _axes(tensor), 1
     for step, n in axes:
         if step < size:
             break
         size += (n - 1) * step
     else:
-        return False  # each axis steps over all numbers of the axes before it
+        return False  # each axis steps over all values of the axes before it
     return tensor.numel() > 0 and (not axes[0][0] or bool((_starts(0, axes).diff() < 1).any()))
 
 
 def _axes(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return (stride, length) of the axes that have several numbers, the smallest stride first."""
+    """Return (stride, length) of the axes that have several values, the smallest stride first."""
     return sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
 
 
 def _spans(tensors: Mapping[str, Tensor]) -> Iterator[ByteSpan]:
     for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_meta:
-            low, numbers = tensor.data_ptr(), 1 + sum((n - 1) * step for step, n in _axes(tensor))
+            low, elements = tensor.data_ptr(), 1 + sum((n - 1) * step for step, n in _axes(tensor))
             handle = 0 if tensor.device.type in ADDRESSED else tensor.untyped_storage().data_ptr()
-            yield ByteSpan((str(tensor.device), handle), low, low + numbers * tensor.element_size(), name, tensor)
+            yield ByteSpan((str(tensor.device), handle), low, low + elements * tensor.element_size(), name, tensor)
 
 
 def _touch(a: ByteSpan, b: ByteSpan) -> bool:
@@ -119,7 +119,7 @@ DTYPE_NAMES: Final = FILE_DTYPES | {
 def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> Index:
     """Return a state dict as a checkpoint with a made-up file name; InputError for entries that are not tensors.
 
-    `read` returns a tensor by name when its numbers are needed, if that is not the tensor in the state dict.
+    `read` returns a tensor by name when its values are needed, if that is not the tensor in the state dict.
     """
     path, infos = Path(f"<{name}>"), {}
     if not isinstance(tensors, Mapping):
@@ -161,14 +161,14 @@ def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
 
 
 def check_weight(value: object) -> None:
-    """Raise UsageError unless an argument is a tensor, and InputError unless that holds its numbers."""
+    """Raise UsageError unless an argument is a tensor, and InputError unless that holds its values."""
     if not isinstance(value, Tensor):
         raise unlike(value, "the base's weight", "a tensor")
     check_values(value, "the base's weight")
 
 
 def check_values(value: object, where: str) -> None:
-    """Raise InputError unless a value is a tensor whose bytes are its numbers, and these are in memory."""
+    """Raise InputError unless a value is a tensor whose bytes are its values, and these are in memory."""
     kind = with_article(type(value).__name__)
     if not isinstance(value, Tensor):
         raise InputError(f"{kind} is not a tensor", where, _instead_of(value))
@@ -212,7 +212,7 @@ def _strided(tensor: Tensor) -> bool:
 
 
 def _in_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage holds all its numbers, as those of sharded models do not at all times."""
+    """Return whether a tensor's storage holds all its values, as those of sharded models do not at all times."""
     try:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         reach = (tensor.storage_offset() + last + 1) * tensor.element_size()

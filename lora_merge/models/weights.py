@@ -21,12 +21,12 @@ class Weight(NamedTuple):
     """A weight of this shape. Its low corner (usually all of it) is stored; the rest is zeros."""
 
     shape: Shape
-    stored: StoredTensor  # the stored numbers
-    packed: Packing | None = None  # how the numbers are stored; None: plain
+    stored: StoredTensor  # the stored values
+    packed: Packing | None = None  # how the values are stored; None: plain
 
     @property
     def packing(self) -> Packing:
-        """The form in which the numbers are stored."""
+        """The form in which the values are stored."""
         return self.packed or plain(self.stored.dtype)
 
     @property

@@ -55,12 +55,12 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matches:
     """
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.unread.blamed(inputs.base.path):
         for adapter in inputs.adapters:
-            reader.expect_numbers(adapter.index.tensors.values())
+            reader.expect_single_values(adapter.index.tensors.values())
         return Matches(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
-    """Return the match of every adapter; `values` reads the few stored tensors whose numbers the match depends on."""
+    """Return the match of every adapter; `values` reads the few stored tensors whose values the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
     # The strengths of each adapter in the parts of the base.
     steps = Steps()
@@ -133,8 +133,8 @@ def check_stored(matched: Matches) -> None:
                 other = "write `--dtype bf16`, or " if key in replaced else ""
                 raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")
             for role, part in parts.items():
-                small = not part.numbers and part.info.nbytes <= CHECKED_BYTES
-                if small and (fault := encoding.fault(role, values.numbers(part.info))):
+                small = not part.group and part.info.nbytes <= CHECKED_BYTES
+                if small and (fault := encoding.fault(role, values.elements(part.info))):
                     raise InputError(f"a weight cannot be decoded: {fault}", where, "download the model again")
 
 

@@ -84,7 +84,7 @@ class OutputContainer(ABC):
         """
         dtype, packed = self.job.dtype, weight.packed or self.base.packed.get(info.name)
         if info.name not in self.base.tensors and packed is not None and packed.encoding.quantised:
-            packed = None  # a head that was tied to embeddings of codes: it has no scales, loaders read plain numbers
+            packed = None  # a head that was tied to embeddings of codes: it has no scales, loaders read plain values
         if form is not None and form.packing.codes is not None:
             return form.packing.codes.dtype, form.packing
         if dtype in QUANTISED_DTYPES and (packed is None or self.is_gguf):

@@ -1,8 +1,8 @@
 """The metadata of an output: the entries of the base that stay, the entries of the user, sums, and the final headers.
 
 The sums are the CRC-32 of every tensor of codes or scales that a merge changes, eight digits for each, in the order of
-the file. They find every damaged bit; numbers that are computed again cannot: a scale that is larger by a millionth
-decodes to numbers that are right, and some bits no reader looks at.
+the file. They find every damaged bit; values that are computed again cannot: a scale that is larger by a millionth
+decodes to values that are right, and some bits no reader looks at.
 """
 
 from __future__ import annotations

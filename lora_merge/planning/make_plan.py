@@ -91,7 +91,7 @@ def outputs(
 
 
 def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator[tuple[Path, OutputTensor]]:
-    """Yield the tensors of weights, last the ones that move others from multiples of their numbers' size."""
+    """Yield the tensors of weights, last the ones that move others from multiples of their values' size."""
     last: list[tuple[Path, OutputTensor]] = []
     for group in groups:
         in_place = fills_words([target for _, target in group])

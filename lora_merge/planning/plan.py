@@ -44,7 +44,7 @@ class OutputTensor(NamedTuple):
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
     combination: Combination = ADDITION  # how its changes meet
-    packed: Packing | None = None  # how its numbers are stored; None: plain
+    packed: Packing | None = None  # how its values are stored; None: plain
 
     @property
     def shape(self) -> Shape:
@@ -53,7 +53,7 @@ class OutputTensor(NamedTuple):
 
     @property
     def source(self) -> StoredTensor:
-        """The stored tensor with the numbers before the changes."""
+        """The stored tensor with the values before the changes."""
         return self.weight.stored
 
     @property
@@ -63,12 +63,12 @@ class OutputTensor(NamedTuple):
 
     @property
     def packing(self) -> Packing:
-        """The form in which its numbers are stored in the output."""
+        """The form in which its values are stored in the output."""
         return self.packed or plain(self.dtype)
 
     @property
     def recoded(self) -> bool:
-        """Whether its numbers are stored in another form than in the input."""
+        """Whether its values are stored in another form than in the input."""
         return self.weight.packing.encoding is not self.packing.encoding
 
     @property
@@ -78,7 +78,7 @@ class OutputTensor(NamedTuple):
 
     @property
     def in_units(self) -> OutputTensor:
-        """Return the same tensor of numbers in units of their common factor."""
+        """Return the same tensor of values in units of their common factor."""
         assert self.packed is not None, "it holds codes"
         return self._replace(
             weight=self.weight._replace(packed=self.weight.packing.in_units), packed=self.packed.in_units
@@ -93,7 +93,7 @@ class OutputTensor(NamedTuple):
 
     @property
     def group(self) -> int:
-        """The number of consecutive numbers that are decoded or encoded together."""
+        """The number of consecutive values that are decoded or encoded together."""
         if self.packed is None and self.weight.packed is None:
             return 1
         return lcm(self.weight.packing.encoding.group, self.packing.encoding.group)
@@ -239,7 +239,7 @@ class Plan(Shown):
 
     @property
     def unpacked(self) -> bool:
-        """Whether weights of the base that are quantised are plain numbers in the output."""
+        """Whether weights of the base that are quantised are plain values in the output."""
         return self.job.dtype != "keep" and bool(self.base.packed)
 
     @property
@@ -337,7 +337,7 @@ def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, .
     """Return name of a weight → the weights that servers join, such as q, k and v, itself included, if their format has
     one scale of the whole weight.
 
-    vLLM and SGLang keep one number for all of them, the largest, so different ones make wrong numbers there.
+    vLLM and SGLang keep one scale for all of them, the largest, so different ones make wrong values there.
     https://github.com/vllm-project/vllm, model_executor/layers/quantization: compressed_tensors/schemes, modelopt.py.
     """
     by_name = {target.name: target for target in targets if target.packing.encoding.joint_scale}

@@ -1,7 +1,7 @@
 """The weights that an output quantises, and their form: `--dtype fp8_scaled`, `nf4`, `q4_0` and the like.
 
 Only matrices of linear layers are quantised. Norms, embeddings (of times and positions too), the first and last layers
-and modulation keep their numbers: they are few, and errors there spread over the whole model. Text encoders and
+and modulation keep their values: they are few, and errors there spread over the whole model. Text encoders and
 VAE of a file with a diffusion model keep theirs too.
 """
 
@@ -52,7 +52,7 @@ PRECISE: Final = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|vision_backbone|multi_modal_projector|audio_tower|merger)\.",
     re.IGNORECASE,
 )
-"""Names of weights that keep their numbers."""
+"""Names of weights that keep their values."""
 
 INNER_LAYERS: Final = re.compile(r"(attn\w*|attention|to_out|layer\.\d+)\.(out|output)\.", re.IGNORECASE)
 """Names of layers inside blocks that are called like a last layer."""
@@ -103,7 +103,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
 
 
 def _forms(job: Job, base: Index, names: Names, form: OutputFormat, excepted: Parts) -> Mapping[str, NewWeight]:
-    """Return the weights that are quantised, in their new form. `excepted`: the parts that keep their numbers."""
+    """Return the weights that are quantised, in their new form. `excepted`: the parts that keep their values."""
     precise_name = _precise(job, base)
     forms: dict[str, NewWeight] = {}
     for key, part in _quantisable(base, names):
@@ -155,7 +155,7 @@ def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
 
 
 def _as_servers_read(base: Index, forms: Mapping[str, NewWeight]) -> dict[str, NewWeight]:
-    """Return the weights to quantise without those that servers join with a weight that keeps its numbers.
+    """Return the weights to quantise without those that servers join with a weight that keeps its values.
 
     https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped.
     """
@@ -170,7 +170,7 @@ def _as_loaders_read(
 
     config.json lists the weights that are not quantised, and loaders compare only the ends of names: `proj_out`, the
     last layer of Flux, stands for that layer of each block too. So such a last layer is quantised with them; if it
-    cannot be, they keep their numbers.
+    cannot be, they keep their values.
     https://github.com/huggingface/diffusers quantizers/bitsandbytes/utils.py, transformers quantizers_utils.py.
     """
     result = dict(forms)
@@ -244,7 +244,7 @@ def _quantisable(base: Index, names: Names) -> Iterator[tuple[str, str]]:
 
 
 def _precise(job: Job, base: Index) -> Callable[[str], bool]:
-    """Return a test of a key: whether the weight keeps its numbers by default because of its name."""
+    """Return a test of a key: whether the weight keeps its values by default because of its name."""
     usual = NO_DEFAULTS not in job.keep_precision
     return lambda key: usual and precise(key.partition(".")[2] if base.components else key)
 
@@ -256,12 +256,12 @@ def _fits(info: StoredTensor) -> bool:
 
 
 def _is_decodable(info: StoredTensor, base: Index) -> bool:
-    """Return whether a tensor holds numbers that can be read."""
+    """Return whether a tensor holds values that can be read."""
     return info.name in base.packed or info.dtype in FLOATS
 
 
 def precise(name: str) -> bool:
-    """Return whether a weight keeps its numbers by default because of its name in its component."""
+    """Return whether a weight keeps its values by default because of its name in its component."""
     return bool(
         PRECISE.search(name) and not (INNER_LAYERS.search(name) and not PRECISE.search(INNER_LAYERS.sub("", name)))
     )

@@ -190,28 +190,28 @@ def _holds(why: str, info: StoredTensor, adapter: Adapter, copies: _Copies) -> b
 
 
 class _Copies:
-    """The numbers of the used tensors, to find out whether a tensor is used under another name; read when needed."""
+    """The values of the used tensors, to find out whether a tensor is used under another name; read when needed."""
 
     def __init__(self, used: Collection[StoredTensor], reader: Reader) -> None:
         self._used, self._reader = used, reader
-        self._numbers: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
+        self._digests: dict[Shape, set[bytes]] = {}  # shape → digests of the used tensors of that shape
 
     def read(self, info: StoredTensor) -> Array:
-        """Return the numbers of a tensor, without axes of length 1."""
+        """Return the values of a tensor, without axes of length 1."""
         return decode(self._reader.read(info), info.dtype).reshape(info.shape).squeeze()
 
     def has(self, info: StoredTensor) -> bool:
-        """Return whether a used tensor holds the same numbers, or their transpose: PEFT saves the factors of a head
+        """Return whether a used tensor holds the same values, or their transpose: PEFT saves the factors of a head
         that is tied to the embeddings transposed."""
         values = self.read(info)
         return any(_digest(form) in self._of(form.shape) for form in (values, values.T))
 
     def _of(self, shape: Shape) -> set[bytes]:
-        if shape not in self._numbers:
+        if shape not in self._digests:
             alike = [info for info in self._used if tuple(n for n in info.shape if n != 1) == shape]
-            self._numbers[shape] = {_digest(self.read(info)) for info in alike}
-        return self._numbers[shape]
+            self._digests[shape] = {_digest(self.read(info)) for info in alike}
+        return self._digests[shape]
 
 
-def _digest(numbers: Array) -> bytes:
-    return hashlib.sha256(numbers.tobytes()).digest()
+def _digest(values: Array) -> bytes:
+    return hashlib.sha256(values.tobytes()).digest()

@@ -27,7 +27,7 @@ MAGNITUDE_TOLERANCE: Final = 1e-12
 """Magnitudes that differ by less, as a share of the largest one, may be in the other order after other rounding."""
 
 ENTRIES_AT_ONCE: Final = 2**22
-"""Numbers of a change that are computed at once."""
+"""Values of a change that are computed at once."""
 
 KARCHER_STEPS: Final = 100
 """The most steps of the Karcher mean."""
@@ -40,7 +40,7 @@ class ReferenceRows:
 
     shape: tuple[int, int]
     read: Callable[[Array], Array]
-    """Function of the numbers of some rows that returns them in new memory."""
+    """Function of the values of some rows that returns them in new memory."""
     step: int
     """Rows of a block."""
 
@@ -66,7 +66,7 @@ class ReferenceRows:
         return values
 
     def flat(self, of: Callable[[Array], Array]) -> Array:
-        """Return all numbers in order, or what a function makes of them."""
+        """Return all values in order, or what a function makes of them."""
         values = np.empty(self.shape[0] * self.shape[1])
         for rows, block in self.blocks():
             values[rows.start * self.shape[1] : rows.stop * self.shape[1]] = of(block).ravel()
@@ -165,7 +165,7 @@ def costs_all(use: PatchPart) -> bool:
 
 def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Array]]:
     """Yield, for every tensor that holds some of these rows of a view, its name, the places in `rows` of the rows that
-    it holds, and its own numbers of them. No piece of the view is transposed."""
+    it holds, and its own values of them. No piece of the view is transposed."""
     if len(view.row_slices) == 1:  # as nearly always: the search below takes five times as long
         piece = view.row_slices[0]
         yield piece.key, np.arange(len(rows)), rows + piece.start
@@ -296,10 +296,10 @@ def _factors(
 def _first(change: ReferenceRows, rows: Array, size: Array, count: int, unsure: Array) -> Array:
     """Return which magnitudes of some rows, `size`, are among the largest `count` of all, of equal ones the earlier;
     mark those that are near the last of them."""
-    numbers = change.shape[0] * change.shape[1]
-    if not 0 < count < numbers:
+    elements = change.shape[0] * change.shape[1]
+    if not 0 < count < elements:
         return np.full(size.shape, count > 0)
-    every, at = change.flat(np.abs), numbers - count
+    every, at = change.flat(np.abs), elements - count
     every.partition((at - 1, at))
     edges = every[at - 1 : at + 1].copy()
     left = count - int(np.count_nonzero(every[at:] > edges[1]))  # so many equal ones are among them

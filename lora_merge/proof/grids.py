@@ -1,4 +1,4 @@
-"""The numbers that a stored tensor can hold; no code of the encodings that wrote them is used."""
+"""The values that a stored tensor can hold; no code of the encodings that wrote them is used."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CONTRACT: Final = 2e-6
 """Largest error of an fp32 sum that a user may rely on, as a share of the weight's largest number before or after."""
 
 UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 * 2.0**-133, "fp16": 32 * 2.0**-24}
-"""The same as a number: half a step of the smallest numbers of the dtype, for each of as many terms as above."""
+"""The same as a number: half a step of the smallest values of the dtype, for each of as many terms as above."""
 
 ZERO_SCALE: Final = 1e-300
 """The divisor in place of a scale of 0, of which all codes are the shift: then it alone is within half a step."""
 
 
 class Levels(Protocol):
-    """The numbers that a code can mean, before scale and shift. Arrays are float64."""
+    """The values that a code can mean, before scale and shift. Arrays are float64."""
 
     @property
     def digits(self) -> int:
@@ -53,7 +53,7 @@ class Levels(Protocol):
 
 @dataclass(frozen=True)
 class Floats:
-    """The numbers of a floating-point dtype."""
+    """The values of a floating-point dtype."""
 
     dtype: str
 
@@ -67,7 +67,7 @@ class Floats:
         return step(values, self.dtype)
 
     def rounded(self, values: Array) -> Array:
-        """Return the nearest numbers, ties to even."""
+        """Return the nearest values, ties to even."""
         return rounded(values, self.dtype)
 
     def saturated(self, values: Array) -> Array:
@@ -111,7 +111,7 @@ class LevelTable:
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels, times a scale, plus a shift: numbers or arrays in the shape of the values. Arrays are float64."""
+    """Levels, times a scale, plus a shift: values or arrays in the shape of the values. Arrays are float64."""
 
     levels: Levels
     scale: Any = 1.0
@@ -120,11 +120,11 @@ class Grid:
     terms: Any = 0.0  # magnitudes of what is added up in the shift, where it is a sum
 
     def step(self, values: Array) -> Array:
-        """Return the distance of neighbouring numbers around each value."""
+        """Return the distance of neighbouring values around each value."""
         return np.asarray(self.levels.step(self._level(values)) * np.abs(self._divisor))
 
     def rounded(self, values: Array) -> Array:
-        """Return the nearest numbers of the grid, ties to even, cut to its range."""
+        """Return the nearest values of the grid, ties to even, cut to its range."""
         level = self._level(values)
         return self.value(self.levels.saturated(self.levels.rounded(level)))
 
@@ -137,7 +137,7 @@ class Grid:
         return self.levels.beyond(self._level(values))
 
     def value(self, levels: Array) -> Array:
-        """Return the numbers of levels."""
+        """Return the values of levels."""
         return levels if self._bare else np.asarray(levels * self.scale + self.shift)
 
     def lost(self, values: Array) -> Array:
@@ -181,5 +181,5 @@ def joined(grids: list[Grid]) -> Grid:
 
 
 def plain_grid(dtype: str) -> Grid:
-    """Return the numbers of a dtype."""
+    """Return the values of a dtype."""
     return Grid(Floats(dtype))

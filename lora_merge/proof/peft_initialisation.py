@@ -1,6 +1,6 @@
 """Slots that no file holds: computed by the row's own steps, as PEFT does on loading, and checked in float64.
 
-Signs of singular vectors and the order of equal numbers depend on the machine, so a second computation may give other
+Signs of singular vectors and the order of equal values depend on the machine, so a second computation may give other
 slots. So the computed slots are taken, and checked against their definition.
 """
 

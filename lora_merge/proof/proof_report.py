@@ -71,7 +71,7 @@ class Exact:
 def measure(stored: Array, exact: Exact, rounded: Callable[[Array], Array], weight: float) -> Measure:
     """Return the measure of some rows of the output, each of which counts for `weight` rows of its tensor.
 
-    `rounded` gives the nearest numbers that the output can hold. Numbers that are NaN or infinite are left out.
+    `rounded` gives the nearest values that the output can hold. Values that are NaN or infinite are left out.
     """
     base, change = exact.base, exact.value - exact.base
     changed = np.count_nonzero((stored != rounded(base)) & ~np.isnan(stored))
@@ -90,7 +90,7 @@ def measure(stored: Array, exact: Exact, rounded: Callable[[Array], Array], weig
 
 
 def _share(change: Array, error: Array, weight: float) -> Share:
-    """Return the share of a change in numbers with these errors, each of which counts for `weight` of them."""
+    """Return the share of a change in values with these errors, each of which counts for `weight` of them."""
     size, off = float(change @ change), error[change != 0]
     return Share(size, size, size + float(error @ change), float(off @ off)).scaled(weight)
 
@@ -117,7 +117,7 @@ class Bound:
 
     @property
     def proves(self) -> bool:
-        """Whether the numbers within the bound are evidence of the change."""
+        """Whether the values within the bound are evidence of the change."""
         return self.allowed <= self.change
 
 

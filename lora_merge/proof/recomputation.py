@@ -38,7 +38,7 @@ Written: TypeAlias = int | RemoteFile
 ELEMENTS_AT_ONCE: Final = 2**18
 """Elements that are recomputed at once with --full; more do not fit the caches and take twice the time."""
 
-LEAST_DRAWN: Final = 4  # bytes of numbers that are not rounded stochastically: those of the sum itself
+LEAST_DRAWN: Final = 4  # bytes of values that are not rounded stochastically: those of the sum itself
 DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
 UNASKED: Final = (
     "earlier versions cut values that are too large for a dtype without a warning; merge with another --dtype, or "
@@ -49,7 +49,7 @@ UNASKED: Final = (
 class Recomputation:
     """The recomputation of one output.
 
-    `outputs`: the merged weights in the written files that are not plain numbers. `recorded`: what the merge recorded
+    `outputs`: the merged weights in the written files that are not plain values. `recorded`: what the merge recorded
     of some rows of some tensors. `judged`: the compute dtype whose rounding is allowed; "": that of the job. `stored`:
     reads the inputs' tensors, if not as their files hold them.
     """
@@ -70,7 +70,7 @@ class Recomputation:
         self.judged, self.asked = judged or plan.job.compute_dtype, not judged
         self.rounding, self.underflow = (table[self.judged] for table in (ROUNDING, UNDERFLOW))
         self.findings = Findings()
-        self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
+        self.unconfirmed: list[str] = []  # tensors of which the merge recorded other values
         self._sampled: dict[str, Array] = {}
         self._by_patch: dict[int, Sequence[PatchRows]] = {}
         self._slots: dict[Any, Mapping[str, Array]] = {}  # rebuilt slots, by patch
@@ -126,7 +126,7 @@ class Recomputation:
         (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         measured = measure(stored, exact, grid.rounded, 1.0)
         if not np.isfinite(stored).all() or grid.beyond(exact.value).any():
-            return  # such numbers are not recorded
+            return  # such values are not recorded
         under = self.underflow * exact.growth * sqrt(stored.size)
         slack = exact.loss * (self.rounding * float(np.linalg.norm(exact.terms)) + under)
         pairs = ((recorded.weight, measured.weight), (recorded.change, measured.all.change))
@@ -245,7 +245,7 @@ class Recomputation:
         return np.where(drawn, beyond, error)
 
     def _output(self, target: OutputTensor, fd: Written, rows: Array, cols: int) -> tuple[Array, Grid]:
-        """Return the rows of the written tensor, and the numbers that it could hold instead."""
+        """Return the rows of the written tensor, and the values that it could hold instead."""
         if target.name in self.outputs:
             return self.outputs[target.name].rows(rows, cols)
         width = cols * ITEM_BYTES[target.dtype]
@@ -333,7 +333,7 @@ class Recomputation:
         return products
 
     def _unsigned(self, row_changes: RowChanges, patch: Patch, rows: Array) -> Array:
-        """Return ΔW of an adapter whose stored numbers have no signs."""
+        """Return ΔW of an adapter whose stored values have no signs."""
         g = self._formula_input(patch, rows, row_changes)
         return REFERENCE[patch.algorithm].formula(replace(g, read=lambda *slot: np.abs(g.read(*slot))))
 
@@ -376,7 +376,7 @@ class Recomputation:
 
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.base_slots)
         base = partial(self._view, patch.view, patch.adapter, row_changes)
-        return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
+        return FormulaInput(read, base, slots, patch.scalars, settings, patch.view.shape, rows, patch.view.matrix)
 
     def _rebuilt(self, patch: Patch, row_changes: RowChanges) -> Mapping[str, Array]:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
@@ -426,7 +426,7 @@ def gathered(view: WeightView, rows: Array, read: Callable[[str, Array, int], Ar
 
 
 def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:
-    """Return which numbers are the neighbour of the exact value that the draws choose; either one if rounding in the
+    """Return which values are the neighbour of the exact value that the draws choose; either one if rounding in the
     compute dtype may decide."""
     units, side = grid.step(value), np.where(value < 0, -1.0, 1.0)
     unsure = np.minimum(lost / units + 2.0 ** (grid.levels.digits - 23), 1.0)  # a draw has the bits that are cut

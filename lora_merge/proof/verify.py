@@ -241,9 +241,9 @@ def _same(target: OutputTensor, first: int, count: int, fd: Written, reader: Rea
 
 
 def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: Recomputation) -> int:
-    """Compare an unchanged tensor: bytes equal to its source's, or the nearest numbers of another dtype.
+    """Compare an unchanged tensor: bytes equal to its source's, or the nearest values of another dtype.
 
-    Returns how many numbers were too large for the dtype and were cut; VerificationFailed unless `saturate`.
+    Returns how many values were too large for the dtype and were cut; VerificationFailed unless `saturate`.
     """
     source = target.source
     stored = read_exactly(fd, count, target.offset + first)
@@ -386,7 +386,7 @@ def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
 
 
 def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Note]:
-    """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
+    """Yield warnings: values that are NaN or infinite, and changes too small for the dtype."""
     f = merged.findings
     if merged.unconfirmed:
         yield Note(f"the report's values of {listed(merged.unconfirmed)} are not those of the file; {REPORT_HEADERS}")
@@ -401,7 +401,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
 
 
 def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:
-    """Yield the measure of each adapter's change: of the rows that were recomputed, or of more numbers if the merge has
+    """Yield the measure of each adapter's change: of the rows that were recomputed, or of more values if the merge has
     measured it."""
     for number, sample in enumerate(merged.findings.measures.of_adapters(len(plan.job.adapters))):
         more = number < len(measured) and measured[number].all.survives is not None

@@ -1,4 +1,4 @@
-"""Reads weights in float64, however they are stored, with the numbers that each element could have had instead."""
+"""Reads weights in float64, however they are stored, with the values that each element could have had instead."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Read: TypeAlias = Callable[[StoredTensor, int, int], bytes | bytearray]
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight that is not stored as plain numbers."""
+    """A weight that is not stored as plain values."""
 
     packing: Packing
-    total: int  # how many numbers it has
+    total: int  # how many values it has
     read: Read
 
     def span(self, low: int, high: int) -> tuple[Array, Grid]:
-        """Return the numbers [low, high) of the weight, flat, and their grid."""
+        """Return the values [low, high) of the weight, flat, and their grid."""
         encoding, _, parts, _ = self.packing
         begin, end = self._around(low, high, encoding.group)
         raw = {role: self.read(part.info, *part.span(begin, end - begin)) for role, part in parts.items()}
@@ -54,7 +54,7 @@ class CodedWeight:
         return (values if grid.turn is None else grid.turn(values))[inside], grid.at(inside)
 
     def _around(self, low: int, high: int, size: int) -> tuple[int, int]:
-        """Return the ends of whole groups of `size` numbers around [low, high)."""
+        """Return the ends of whole groups of `size` values around [low, high)."""
         return low // size * size, min(-(-high // size) * size, self.total)
 
     def turned(self, low: int, high: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class WeightReader:
         self._reader, self._base = reader, base
 
     def coded(self, info: StoredTensor) -> CodedWeight | None:
-        """Return how a tensor is read that is a weight of codes; None for plain numbers."""
+        """Return how a tensor is read that is a weight of codes; None for plain values."""
         packing = self._base.packed.get(info.name)
         if packing is None or self._base.tensors[info.name] is not info:
             return None

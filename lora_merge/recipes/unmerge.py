@@ -1,7 +1,7 @@
 """Takes a merge back: the same adapters at the opposite strengths, where their changes do not depend on the base.
 
 W + Δ was rounded once and (W + Δ) − Δ is rounded once more, so every number differs from the original by at most one
-rounding step of the larger of both, where the sums are finer than the numbers that are stored. How the merge computed,
+rounding step of the larger of both, where the sums are finer than the values that are stored. How the merge computed,
 rounded and cut is read from its recipe. Where the base itself is at hand it is the better way: it is exact.
 """
 
@@ -128,7 +128,7 @@ def _recorded_options(recorded: Iterable[str], merged: Path) -> Iterator[None]:
 
 
 def _expect_sum(recipe: Recipe, merged: Path) -> None:
-    """Raise FitError for a merge that is no sum, or that may have cut numbers."""
+    """Raise FitError for a merge that is no sum, or that may have cut values."""
     if (method := recipe.options.get("method", SUM)) != SUM:
         raise FitError(f"the merge used `--method {method}`, which cannot be undone", str(merged), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
@@ -140,7 +140,7 @@ def _expect_sum(recipe: Recipe, merged: Path) -> None:
 
 
 def _inexact(plan: Plan, recipe: Recipe) -> Note:
-    """Return the note that says by how much numbers may differ from those before the merge."""
+    """Return the note that says by how much values may differ from those before the merge."""
     computed = {plan.job.compute_dtype, recipe.options["compute_dtype"]}
     sums = min((COMPUTE_DTYPES[name] for name in computed), key=_digits)
     changed = [t for file in plan.files for t in file.targets if t.uses]

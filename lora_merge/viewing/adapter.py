@@ -71,7 +71,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
     index = file.index
     with Reader([index]) as reader:
         values = FileValues(reader)
-        alpha = {m.where: values.numbers(m.shared["alpha"])[:1] for m in file.modules if "alpha" in m.shared}
+        alpha = {m.where: values.elements(m.shared["alpha"])[:1] for m in file.modules if "alpha" in m.shared}
     ranks = {m.where: rank for m in file.modules if (rank := rank_of(m))}
     file = replace(file, modules=_with_own_tensors(file))
     alphas = Counter(a for some in alpha.values() for a in some)

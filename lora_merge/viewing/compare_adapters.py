@@ -107,7 +107,7 @@ def _target(info: StoredTensor, known: PeftRules, left: dict[str, str]) -> str:
 
 
 def sums_of_changes(a: Replacement, b: Replacement, read: Fetch) -> ChangeSums:
-    """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
+    """Return the sums over V_A − W and V_B − W, which are read some values at a time. The shapes are equal."""
     sums = ChangeSums()
     for first, count in runs(a, 1):
         old = values(a.before, first, count, read)

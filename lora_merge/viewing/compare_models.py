@@ -22,15 +22,15 @@ from ..models.names import Names
 from ..models.weights import Weight, WeightView
 from ..proof.weights import within_rounding
 from .hashes import READ_BYTES
-from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
+from .pictures import HISTOGRAM_ROWS, SPECTRUM_VALUES, histogram, matrix_pictures
 
 WINDOWS: Final = 8  # parts of a quantised tensor whose rounding is judged
-WINDOW_NUMBERS: Final = 1 << 12  # numbers of such a part
+WINDOW_VALUES: Final = 1 << 12  # values of such a part
 ROUNDED_SHARE: Final = 0.98
-"""The least share of numbers within half a step of their quantised values: scales that are searched for the least error
-cut off the largest numbers of some groups. Of a merge that is quantised anew more numbers are further away."""
+"""The least share of values within half a step of their quantised values: scales that are searched for the least error
+cut off the largest values of some groups. Of a merge that is quantised anew more values are further away."""
 
-COMPARED_NUMBERS: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
+COMPARED_VALUES: Final = 1 << 17  # values that are compared at once, which a core's cache holds
 AT_ONCE: Final = 4  # tensors, also on fewer cores: some wait for the disk; quantised and renamed ones are read whole
 NARROW_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 FAST_PLACE: Final = place("cpu", "F32")
@@ -39,14 +39,14 @@ EXACT_PLACE: Final = place("cpu", "F64")
 
 @dataclass
 class DifferenceSums:
-    """Sums over numbers of two tensors, or of several."""
+    """Sums over values of two tensors, or of several."""
 
-    of: int = 0  # numbers
+    of: int = 0  # values
     changed: int = 0
     a: float = 0.0  # sum of squares of A
     b_less_a: float = 0.0
     largest: float = 0.0
-    beyond_rounding: bool = False  # whether two numbers are known to be more than one step of the coarser dtype apart
+    beyond_rounding: bool = False  # whether two values are known to be more than one step of the coarser dtype apart
 
     @property
     def equal(self) -> bool:
@@ -55,17 +55,17 @@ class DifferenceSums:
 
     @property
     def rounded(self) -> bool:
-        """Whether numbers differ, but by no more than the rounding to a coarser format explains."""
+        """Whether values differ, but by no more than the rounding to a coarser format explains."""
         return self.changed > 0 and not self.beyond_rounding
 
     def add(self, other: DifferenceSums) -> None:
-        """Add the sums of other numbers."""
+        """Add the sums of other values."""
         self.of, self.changed, self.a = self.of + other.of, self.changed + other.changed, self.a + other.a
         self.b_less_a, self.largest = self.b_less_a + other.b_less_a, max(self.largest, other.largest)
         self.beyond_rounding |= other.beyond_rounding
 
     def to_dict(self) -> dict[str, Any]:
-        """Return counts, ‖B−A‖, ‖A‖, their ratio, and the largest difference of two numbers."""
+        """Return counts, ‖B−A‖, ‖A‖, their ratio, and the largest difference of two values."""
         return {
             "of": self.of, "changed": self.changed, "difference": sqrt(self.b_less_a), "norm": sqrt(self.a),
             "relative": sqrt(self.b_less_a / self.a) if self.a else None, "largest": self.largest,
@@ -120,7 +120,7 @@ def difference_pictures(
     a: Index, b: Index, lookup: Names, chosen: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield some tensors of B, each with `spectrum` and `histogram` of its difference from A. Of tensors of more than
-    SPECTRUM_NUMBERS numbers only some rows are read, and quantised ones of that size have none."""
+    SPECTRUM_VALUES values only some rows are read, and quantised ones of that size have none."""
     with Reader([a, b]) as reader, torch.no_grad():
         pair = _Pair(a, b, lookup, reader)
         for info in (b.tensors[name] for name in chosen):
@@ -149,7 +149,7 @@ class _Pair:
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
         same = self.a.tensors.get(info.name)
-        if prod(info.shape) <= SPECTRUM_NUMBERS:
+        if prod(info.shape) <= SPECTRUM_VALUES:
             whole = self._whole(self.b, info).float()
             if same is not None:
                 return matrix_pictures(whole - self._whole(self.a, same).float())
@@ -171,7 +171,7 @@ class _Pair:
         return view_bytes(memoryview(raw), info.dtype, (length,)).float()
 
     def _rows(self, view: WeightView) -> Tensor:
-        """Return the numbers of a view of A, flat."""
+        """Return the values of a view of A, flat."""
         parts = []
         for piece, _ in view.addresses():
             rows = self._whole(self.a, self.a.tensors[piece.key]).reshape(-1, piece.cols)[piece.start : piece.stop]
@@ -201,15 +201,15 @@ class _Pair:
         within = of = 0
         count = first.numel()
         for low in range(0, count, max(-(-count // WINDOWS), 1)):
-            high = min(low + WINDOW_NUMBERS, count)
-            sides = [(index, info, _numbers(values[low:high]).numpy())
+            high = min(low + WINDOW_VALUES, count)
+            sides = [(index, info, _wide(values[low:high]).numpy())
                      for index, info, values in ((self.a, a, first), (self.b, b, other))]  # fmt: skip
             within, of = within + within_rounding(self.reader, sides, low, high), of + high - low
         return within >= ROUNDED_SHARE * of
 
 
 def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSums:
-    """Return the sums of two tensors of one shape, which are read in pieces: plain numbers, at least 8 bits wide."""
+    """Return the sums of two tensors of one shape, which are read in pieces: plain values, at least 8 bits wide."""
     both = a, b
     wide = [ITEM_BYTES[t.dtype] for t in both]
     step, count, total = READ_BYTES // max(wide), prod(a.shape), DifferenceSums()
@@ -225,17 +225,17 @@ def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSu
 
 
 def _of_values(a: Tensor, b: Tensor, *, rounding: bool = True) -> DifferenceSums:
-    """Return the sums for two flat tensors; two NaN are equal. `rounding`: also whether any two numbers are more than
+    """Return the sums for two flat tensors; two NaN are equal. `rounding`: also whether any two values are more than
     one step of the coarser dtype apart."""
     total = DifferenceSums()
-    for first, other in zip(torch.split(a, COMPARED_NUMBERS), torch.split(b, COMPARED_NUMBERS), strict=True):
+    for first, other in zip(torch.split(a, COMPARED_VALUES), torch.split(b, COMPARED_VALUES), strict=True):
         fast = _in_float32(first, other, rounding=rounding and not total.beyond_rounding)
         total.add(fast or _in_float64(first, other, rounding=rounding))
     return total
 
 
 def _in_float32(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums | None:
-    """Return the sums for a few numbers of 32 bits or fewer; None if some are not finite, or for wider ones."""
+    """Return the sums for a few values of 32 bits or fewer; None if some are not finite, or for wider ones."""
     if not {a.dtype, b.dtype} <= NARROW_DTYPES:
         return None
     first, other = stage([a], FAST_PLACE)[0], stage([b], FAST_PLACE)[0]
@@ -258,7 +258,7 @@ def _beyond(apart: Tensor, values: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def _in_float64(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums:
-    first, other = _numbers(a), _numbers(b)
+    first, other = _wide(a), _wide(b)
     apart = other - first
     different = (first != other) & ~(first.isnan() & other.isnan())
     finite = apart[different & apart.isfinite()]
@@ -270,23 +270,23 @@ def _in_float64(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums:
     return sums
 
 
-def _numbers(values: Tensor) -> Tensor:
-    """Return the numbers in float64: float32 would not show the last bit of an integer."""
+def _wide(values: Tensor) -> Tensor:
+    """Return the values in float64: float32 would not show the last bit of an integer."""
     return stage([values], EXACT_PLACE)[0]
 
 
 def _norm_squared(values: Tensor) -> float:
-    """Return Σ a² of the finite numbers of a flat tensor."""
+    """Return Σ a² of the finite values of a flat tensor."""
     total = 0.0
-    for piece in torch.split(values, COMPARED_NUMBERS):
+    for piece in torch.split(values, COMPARED_VALUES):
         narrow = stage([piece], FAST_PLACE)[0] if piece.dtype in NARROW_DTYPES else None
         squares = inf if narrow is None else _sum_of_squares(narrow)
-        total += squares if isfinite(squares) else _squared(_numbers(piece))
+        total += squares if isfinite(squares) else _squared(_wide(piece))
     return total
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """Return Σ x² of flat float32 numbers, added up in float64."""
+    """Return Σ x² of flat float32 values, added up in float64."""
     wide = stage([values], EXACT_PLACE)[0]
     return float(wide @ wide)
 

@@ -17,34 +17,34 @@ WHOLE_NUMBER: Final = re.compile(r"\d+")
 
 
 def formats(index: Index) -> dict[str, Any]:
-    """Return the formats of the weights that a format reads, and the matrices that are plain numbers next to them; {}
+    """Return the formats of the weights that a format reads, and the matrices that are plain values next to them; {}
     where nothing is quantised."""
-    numbers: Counter[tuple[str, tuple[int, int]]] = Counter()
-    weights, bits = numbers.copy(), numbers.copy()
+    elements: Counter[tuple[str, tuple[int, int]]] = Counter()
+    weights, bits = elements.copy(), elements.copy()
     for name, packing in index.packed.items():
         if packing.encoding.quantised:
             kind = packing.encoding.title, _block(packing, prod(index.tensors[name].shape))
             weights[kind] += 1
-            numbers[kind] += prod(index.tensors[name].shape)
+            elements[kind] += prod(index.tensors[name].shape)
             bits[kind] += 8 * _stored(packing)
     if not weights:
         return {}
     rows = [
-        {"format": kind[0], "weights": count, "bits": round(bits[kind] / max(numbers[kind], 1), 2)}
+        {"format": kind[0], "weights": count, "bits": round(bits[kind] / max(elements[kind], 1), 2)}
         | ({"block": [*kind[1]]} if kind[1] != (0, 0) else {})
         for kind, count in weights.items()
     ]
     return {"formats": rows, "not_quantised": _plain(index)}
 
 
-def _block(packing: Packing, numbers: int) -> tuple[int, int]:
+def _block(packing: Packing, elements: int) -> tuple[int, int]:
     """Return the rows and columns with one scale; (0, 0) where there is one for the weight, or none.
 
     Groups of columns of GPTQ and its kin are known by the number of their scales alone.
     """
     block, scale = packing.encoding.block_of_scale, packing.parts.get(SCALE)
     count = prod(scale.info.shape) if scale is not None else 0
-    return (1, numbers // count) if block == (0, 0) and count > 1 else block
+    return (1, elements // count) if block == (0, 0) and count > 1 else block
 
 
 def _stored(packing: Packing) -> int:
@@ -55,7 +55,7 @@ def _stored(packing: Packing) -> int:
 
 
 def _plain(index: Index) -> dict[str, int]:
-    """Return the name of matrices that are plain numbers → how many there are, with `*` for the numbers in names."""
+    """Return the name of matrices that are plain values → how many there are, with `*` for the numbers in names."""
     coded = {name for name, packing in index.packed.items() if packing.encoding.quantised} | index.packing_names
     plain = (n for n, t in index.tensors.items() if len(t.shape) > 1 and n.endswith(".weight") and n not in coded)
     return dict(Counter(WHOLE_NUMBER.sub("*", name) for name in plain))

@@ -1,4 +1,4 @@
-"""`inspect`: the facts of a file or of a base with an adapter, from headers alone, on request also from numbers."""
+"""`inspect`: the facts of a file or of a base with an adapter, from headers alone, on request also from values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
 
     Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
     bytes; None hashes nothing.
-    `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change or
+    `weights`: also read the values, for norms, stable ranks and energies, or for the size of the change or
     of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
     `opened`: checkpoints that calls before this one have opened.
@@ -166,8 +166,8 @@ def _effective(matched: Matches, lookup: Names) -> dict[str, Any]:
     factors: dict[str, list[float]] = {}
     for key, uses in matched.adapters[0].uses.items():
         for use in uses:
-            if "scale" in use.patch.numbers:
-                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
+            if "scale" in use.patch.scalars:
+                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.scalars["scale"])
     return {component: spread(values) for component, values in factors.items()}
 
 

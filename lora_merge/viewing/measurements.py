@@ -22,7 +22,7 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.requantisation import Codes, read_back, refitted
 from ..engine.row_blocks import Block
 from ..engine.tensor_moves import TORCH_DTYPES, convert, stage
-from ..engine.tensors import TensorCache, stored_numbers, weight_values
+from ..engine.tensors import TensorCache, stored_values, weight_values
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
 from ..models.blocks import groups, in_order
@@ -40,7 +40,7 @@ from .module_changes import ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
-SUMMED_NUMBERS: Final = 2**20  # numbers that are added up in fp32
+SUMMED_VALUES: Final = 2**20  # values that are added up in fp32
 
 MOST_RANKS: Final = 256  # for which the share that is kept is shown
 
@@ -185,7 +185,7 @@ def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True
 
 
 def _sums(rows: Tensor, merged: Tensor, stored: Tensor | None) -> Measure:
-    """Return the sums over numbers before and after a merge; `stored`: as the output holds them, where it is known."""
+    """Return the sums over values before and after a merge; `stored`: as the output holds them, where it is known."""
     delta, applied, error, changed, cut = merged - rows, None, 0.0, 0, 0
     if stored is not None:
         rest, cut = stored - rows, int((merged.isfinite() & ~stored.isfinite()).sum())
@@ -197,10 +197,10 @@ def _sums(rows: Tensor, merged: Tensor, stored: Tensor | None) -> Measure:
 
 
 def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchTensors) -> Tensor | None:
-    """Return the numbers of a merged block as the output would hold them; None where the scale of the whole weight does
+    """Return the values of a merged block as the output would hold them; None where the scale of the whole weight does
     not cover them, and a new one is needed."""
     if target.packed is not None:
-        base = stored_numbers(target.weight, *block.stored, tensors.fetch)
+        base = stored_values(target.weight, *block.stored, tensors.fetch)
         if target.weight.padded:
             return merged
         return read_back(target, block.stored[0], merged[0], Codes(base, None), tensors.fetch)
@@ -211,7 +211,7 @@ def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchT
 
 @dataclass
 class WeightSums:
-    """Sums over the numbers of some weights."""
+    """Sums over the values of some weights."""
 
     of: int = 0
     norm: float = 0.0
@@ -234,7 +234,7 @@ class WeightSums:
 def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unwatched) -> dict[str, Any]:
     """Return how large the weights of a model are: in all, by part, by block, by kind of layer and by tensor.
 
-    One tensor is in memory at a time. Numbers that are NaN or infinite are counted, and left out of the sums.
+    One tensor is in memory at a time. Values that are NaN or infinite are counted, and left out of the sums.
     `pictures`: also spectrum and histogram of matrices.
     """
     model = groups(names(index))
@@ -268,18 +268,18 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
 
 
 def _size(values: Tensor) -> WeightSums:
-    """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
+    """Return the sums of the values of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
     total = WeightSums()
-    for part in torch.split(values, SUMMED_NUMBERS) if values.numel() else ():
-        numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
-        norm = float(numbers.norm())
+    for part in torch.split(values, SUMMED_VALUES) if values.numel() else ():
+        floats = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
+        norm = float(floats.norm())
         if not isfinite(norm):
-            broken = int((~numbers.isfinite()).sum())
-            numbers = numbers.nan_to_num(0.0, 0.0, 0.0).double()
-            largest = numbers.abs().amax().clamp_min(1.0)  # whose square fp64 may not hold
-            total, norm = total + WeightSums(broken=broken, zeros=-broken), float((numbers / largest).norm() * largest)
-        low, high = numbers.aminmax()
-        zeros = numbers.numel() - int(numbers.count_nonzero())
+            broken = int((~floats.isfinite()).sum())
+            floats = floats.nan_to_num(0.0, 0.0, 0.0).double()
+            largest = floats.abs().amax().clamp_min(1.0)  # whose square fp64 may not hold
+            total, norm = total + WeightSums(broken=broken, zeros=-broken), float((floats / largest).norm() * largest)
+        low, high = floats.aminmax()
+        zeros = floats.numel() - int(floats.count_nonzero())
         total += WeightSums(part.numel(), norm, max(-float(low), float(high)), zeros)
     return total
 

@@ -156,7 +156,7 @@ def _factors(target: OutputTensor, tensors: PatchTensors) -> ModuleChange | None
 
 
 def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Yield each changed block of a weight with its numbers before and after the merge, both [1, rows, cols]."""
+    """Yield each changed block of a weight with its values before and after the merge, both [1, rows, cols]."""
     wide = target.combines or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
     at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)

@@ -27,21 +27,21 @@ HISTOGRAM_ROWS: Final = 64  # of ΔW, whose elements a histogram counts
 BINS: Final = 31
 REACH: Final = 4.0  # of a histogram, in units of the root mean square
 MOST_PICTURES: Final = 2000  # pictures of a page
-SPECTRUM_NUMBERS: Final = 1 << 24  # numbers of a matrix that is no product of two factors and has a spectrum
+SPECTRUM_VALUES: Final = 1 << 24  # values of a matrix that is no product of two factors and has a spectrum
 OVERSAMPLING: Final = 8  # random columns more than directions are searched: else one can be lost by chance
 POWER_STEPS: Final = 2  # of M Mᵀ that these columns are multiplied by
 
 
 def pictures(delta: ModuleChange) -> dict[str, Any]:
     """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
-    units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than SPECTRUM_NUMBERS
-    numbers that is not a product of two factors has no spectrum."""
+    units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than SPECTRUM_VALUES
+    values that is not a product of two factors has no spectrum."""
     out, _ = delta.matrix
     chosen = torch.linspace(0, out - 1, min(out, HISTOGRAM_ROWS)).long()
     bins = histogram(delta.factors[0][chosen] @ delta.factors[1] if delta.whole is None else delta.dense()[chosen])
     if delta.whole is None or min(delta.matrix) <= SMALL_SIDE:
         values = delta.singular_values()[:SINGULAR_VALUES]
-    elif delta.whole.numel() <= SPECTRUM_NUMBERS:
+    elif delta.whole.numel() <= SPECTRUM_VALUES:
         values = _leading(delta.dense())
     else:
         return bins
@@ -49,7 +49,7 @@ def pictures(delta: ModuleChange) -> dict[str, Any]:
 
 
 def histogram(rows: Tensor) -> dict[str, Any]:
-    """Return `histogram`: how the numbers of some rows are distributed."""
+    """Return `histogram`: how the values of some rows are distributed."""
     scaled = rows.float() / rows.float().square().mean().sqrt().clamp_min(1e-30)
     counts = torch.histc(scaled.clamp(-REACH, REACH), BINS, -REACH, REACH).int().tolist()
     centres = [round(REACH * (2 * n + 1 - BINS) / BINS, 3) for n in range(BINS)]
@@ -58,7 +58,7 @@ def histogram(rows: Tensor) -> dict[str, Any]:
 
 def matrix_pictures(values: Tensor) -> dict[str, Any]:
     """Return the pictures of a weight, or of a difference of two, with two or more dimensions; of others, and of many
-    numbers, the histogram alone; {} where a number is NaN or infinite."""
+    values, the histogram alone; {} if a value is NaN or infinite."""
     if not values.numel() or not bool(torch.isfinite(values).all()):
         return {}
     return pictures(ModuleChange.in_memory(values.float().flatten(1))) if values.dim() > 1 else histogram(values)
@@ -83,9 +83,9 @@ def _leading(matrix: Tensor) -> Tensor:
 @undisturbed()
 def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return weight → `spectrum` and `histogram` of what a plan adds to it. Of more than `MOST_PICTURES` weights, some
-    that are spread evenly have them; of those that an adapter stores whole, those of at most `SPECTRUM_NUMBERS`
-    numbers."""
-    whole = {replaced.target.name for replaced in replaced_by(plan) if prod(replaced.target.shape) <= SPECTRUM_NUMBERS}
+    that are spread evenly have them; of those that an adapter stores whole, those of at most `SPECTRUM_VALUES`
+    values."""
+    whole = {replaced.target.name for replaced in replaced_by(plan) if prod(replaced.target.shape) <= SPECTRUM_VALUES}
     targets = [t for f in plan.files for t in f.targets if (t.uses or t.name in whole) and min(t.matrix) > 0]
     drawn: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():

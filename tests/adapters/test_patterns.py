@@ -150,7 +150,7 @@ def test_patterns_that_are_not_run_are_refused_with_their_field() -> None:
     ):
         told = rules({"peft_type": "LORA", "alpha_pattern": {key: 3}}, "the file")
         with pytest.raises(InputError, match=f"alpha_pattern holds a pattern that is.*({why})") as caught:
-            told.numbers("lora", "base_model.model.a", {"down": (2, 4), "up": (4, 2)})
+            told.scalars("lora", "base_model.model.a", {"down": (2, 4), "up": (4, 2)})
         assert caught.value.where == "the file: alpha_pattern"
 
 

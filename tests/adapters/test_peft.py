@@ -38,7 +38,7 @@ def folder(at: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tens
 
 
 def pair_scale(told: PeftRules, module: str, rank: int = 4) -> float:
-    return told.numbers("lora", module, {"up": (6, rank), "down": (rank, 5)})["scale"]
+    return told.scalars("lora", module, {"up": (6, rank), "down": (rank, 5)})["scale"]
 
 
 # What is refused
@@ -138,7 +138,7 @@ def test_scale_of_a_lora(more: dict[str, Any], module: str, scale: float) -> Non
 def test_rank_comes_from_the_tensors() -> None:
     assert pair_scale(rules({**LORA, "r": 99}, "c"), "a", rank=2) == 4.0
     told = rules({**LORA, "rank_pattern": {"a": 16}}, "c")
-    assert told.numbers("lora_bias", "a", {"diff": (6, 1)})["scale"] == 0.5  # no factor in sight
+    assert told.scalars("lora_bias", "a", {"diff": (6, 1)})["scale"] == 0.5  # no factor in sight
 
 
 @pytest.mark.parametrize(("version", "doubled"), [("0.16.0", True), ("0.17.1", True), ("0.18.0", False), (None, True),
@@ -393,7 +393,7 @@ def test_metadata_of_components_and_of_the_whole() -> None:
     told = rules({}, "f", {"lora_adapter_metadata": json.dumps(packed)})
     assert pair_scale(told.of("transformer.blocks.0.q"), "transformer.blocks.0.q") == 2.0
     assert pair_scale(told.of("text_encoder.q"), "text_encoder.q") == 0.5
-    assert told.of("vae.q").numbers("lora", "vae.q", {"down": (4, 5)}) == {}
+    assert told.of("vae.q").scalars("lora", "vae.q", {"down": (4, 5)}) == {}
     whole = rules({}, "f", {"lora_adapter_metadata": json.dumps({"r": 4, "lora_alpha": 8})})
     assert pair_scale(whole.of("blocks.0.q"), "blocks.0.q") == 2.0
 
@@ -409,12 +409,12 @@ def test_metadata_of_components_and_of_the_whole() -> None:
 def test_metadata_of_a_component_holds_for_it_by_its_other_names(module: str, scale: float | None) -> None:
     packed = {"transformer.r": 4, "transformer.lora_alpha": 8, "text_encoder.r": 4, "text_encoder.lora_alpha": 2}
     told = rules({}, "f", {"lora_adapter_metadata": json.dumps(packed)}).of(module)
-    assert told.numbers("lora", module, {"down": (4, 5)}).get("scale") == scale
+    assert told.scalars("lora", module, {"down": (4, 5)}).get("scale") == scale
 
 
 def test_metadata_of_two_denoisers_is_of_neither_by_other_names() -> None:
     told = rules({}, "f", {"lora_adapter_metadata": json.dumps({"transformer.r": 4, "transformer_2.r": 2})})
-    assert not told.of("diffusion_model.q").numbers("lora", "diffusion_model.q", {"down": (4, 5)})
+    assert not told.of("diffusion_model.q").scalars("lora", "diffusion_model.q", {"down": (4, 5)})
 
 
 def test_patterns_of_a_component_start_where_its_own_names_do() -> None:
@@ -570,7 +570,7 @@ def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config
         return
     for name in PEFT_METHODS[told.kind].algorithms:
         for ask in (
-            lambda name=name: told.numbers(name, "a", SHAPES.get(name, {})),
+            lambda name=name: told.scalars(name, "a", SHAPES.get(name, {})),
             lambda name=name: told.settings(name),
             lambda name=name: told.algorithm("a", [name]),
             lambda: told.targets("a"),

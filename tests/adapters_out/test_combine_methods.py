@@ -141,7 +141,7 @@ def test_order_of_adapters_does_not_matter(method: str) -> None:
 @pytest.mark.parametrize("few", [10, 2**21])
 def test_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal ones the first; however many bits are counted before the rest is sorted, and however rows are cut."""
-    monkeypatch.setattr("lora_merge.engine.row_matrix.SORTED_NUMBERS", few)
+    monkeypatch.setattr("lora_merge.engine.row_matrix.SORTED_VALUES", few)
     values = torch.randn(34_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if kind == "few values":
         values = values.mul(2).round()
@@ -152,7 +152,7 @@ def test_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatc
     values[5] = -values[4]
     order = values.abs().argsort(descending=True, stable=True)
     matrix = values.view(-1, 17)
-    monkeypatch.setattr("lora_merge.engine.row_matrix.BLOCK_NUMBERS", 17 * 50)
+    monkeypatch.setattr("lora_merge.engine.row_matrix.BLOCK_VALUES", 17 * 50)
     for dtype in (torch.float64, torch.float32):
         whole = RowMatrix.of(matrix.to(dtype))
         order = whole.dense().abs().view(-1).argsort(descending=True, stable=True)

@@ -533,8 +533,8 @@ def test_proof_reads_whole_matrices_as_the_file_stores_them(
         rows.append(shape[0] if entries is None else len(entries))
         return read(self, info, shape, entries)
 
-    monkeypatch.setattr(written_proof, "CHANGE_NUMBERS", 1)
-    monkeypatch.setattr(extraction_proof, "CHANGE_NUMBERS", 1)
+    monkeypatch.setattr(written_proof, "CHANGE_VALUES", 1)
+    monkeypatch.setattr(extraction_proof, "CHANGE_VALUES", 1)
     monkeypatch.setattr(WeightReader, "__call__", counted)
     report = lora_merge.extract(*given, algorithm="full")
     assert report.verified is not None and report.verified["ok"] and {*rows} == {1}

@@ -24,7 +24,7 @@ def test_product_of_the_factors_is_the_change(case: str) -> None:
     given = {slot: torch.from_numpy(np.asarray(value))[None] for slot, value in tensors(name, example).items()}
     derived = row.derived(fitted, example.shape, {**row.settings, **example.settings})
     given |= {slot: value[None].to(torch.float64) for slot, value in derived.items()}
-    numbers = {scalar: torch.full((1, 1, 1), v, dtype=torch.float64) for scalar, v in example.numbers.items()}
+    numbers = {scalar: torch.full((1, 1, 1), v, dtype=torch.float64) for scalar, v in example.scalars.items()}
     filled = row.prepared(row.tensors(**given, **numbers, **example.settings))
     left, right = row.low_rank.factors(base, filled)
     assert left.shape == (1, base.shape[1], row.low_rank.rank(fitted, example.shape))

@@ -93,9 +93,9 @@ def test_wrong_numbers_and_tensors_are_detected(row: str, tmp_path: Path) -> Non
         return
     wrong: list[Callable[[Any], Any]] = [lambda p: replace(p, algorithm="another")]
     wrong += [
-        lambda p, n=n: replace(p, numbers={**p.numbers, n: 0.123})
+        lambda p, n=n: replace(p, scalars={**p.scalars, n: 0.123})
         for n in ("scale", "limit")
-        if n in part.patch.numbers
+        if n in part.patch.scalars
     ]
     told = {n for n in ("seed", "terms", "limit", "family", "top", "method", "depth") if n in dict(part.patch.settings)}
     wrong += [lambda p, n=n: replace(p, settings=tuple({**dict(p.settings), n: 99}.items())) for n in told]

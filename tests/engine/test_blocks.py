@@ -29,8 +29,8 @@ from lora_merge.proof.reference import REFERENCE
 STRENGTH = 0.7
 CASES = {
     **EXAMPLES,
-    "diag_oft, no limit": replace(EXAMPLES["diag_oft"], numbers={"limit": inf}),
-    "diag_oft, blocks only": replace(EXAMPLES["diag_oft"], slots={"blocks": (3, 4, 4)}, numbers={"limit": inf}),
+    "diag_oft, no limit": replace(EXAMPLES["diag_oft"], scalars={"limit": inf}),
+    "diag_oft, blocks only": replace(EXAMPLES["diag_oft"], slots={"blocks": (3, 4, 4)}, scalars={"limit": inf}),
 }
 CUT = ("diag_oft, no limit", "diag_oft, blocks only", "oft_diag", "lokr")
 """Cases in which several rows are formed together, but not all."""
@@ -64,7 +64,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     pieces = tuple(RowSlice(key, 0, len(t), cols) for key, t in stored.items())
     shapes = {slot: tuple(t.shape) for slot, t in slots.items()}
     view = WeightView(pieces, example.shape)
-    patch = Patch(0, module, name, shapes, example.numbers, tuple(sorted(example.settings.items())), view)
+    patch = Patch(0, module, name, shapes, example.scalars, tuple(sorted(example.settings.items())), view)
     base = {key: Weight(tuple(t.shape), held(key, t)) for key, t in stored.items()}
     everything = stored | slots
     folder = BlockFolder(

@@ -47,7 +47,7 @@ def test_changes_by_rows_are_the_whole_changes(
     cuts, cut = [], StackedPatch.part
     monkeypatch.setattr(StackedPatch, "part", lambda self, some: cuts.append(some) or cut(self, some))
     monkeypatch.setattr(row_blocks, "BY_ROWS", 0)
-    monkeypatch.setattr(row_matrix, "BLOCK_NUMBERS", 3 * 8)
+    monkeypatch.setattr(row_matrix, "BLOCK_VALUES", 3 * 8)
     got = lora_merge.merge_state_dict(base, given, **options)
     for key, value in whole.items():
         torch.testing.assert_close(got[key], value, rtol=1e-11, atol=1e-13, msg=key)

@@ -537,7 +537,7 @@ def test_alpha_of_any_dtype_is_the_number_that_torch_reads(tmp_path: Path, dtype
         torch.arange(256, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.tensor([1.5, -3]).to(dtype)
     )
     save({"a": values}, tmp_path / "a.safetensors")
-    read = FileValues().numbers(open_checkpoint(tmp_path / "a.safetensors").tensors["a"])
+    read = FileValues().elements(open_checkpoint(tmp_path / "a.safetensors").tensors["a"])
     torch.testing.assert_close(torch.tensor(read).float(), values.float(), rtol=0, atol=0, equal_nan=True)
 
 

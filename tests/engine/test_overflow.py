@@ -23,7 +23,7 @@ from lora_merge.cli import main as program
 from lora_merge.cli import verify_commands as cli_proof
 from lora_merge.disk.reader import Reader
 from lora_merge.dtypes import FLOATS
-from lora_merge.engine.tensor_moves import CAST_NUMBERS, convert, odd
+from lora_merge.engine.tensor_moves import CAST_VALUES, convert, odd
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.options import OnOverflow
@@ -132,9 +132,9 @@ def test_nan_in_the_base_stays_what_it_is(dtype: torch.dtype, mode: str) -> None
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_number_too_large_is_detected_wherever_it_is(dtype: torch.dtype) -> None:
     """The cheap look at bits and sums misses none, and a large sum of small numbers is no reason to refuse."""
-    source = torch.ones(CAST_NUMBERS + 100, dtype=torch.float64) * LIMITS[dtype][0] / 2
+    source = torch.ones(CAST_VALUES + 100, dtype=torch.float64) * LIMITS[dtype][0] / 2
     assert convert(source, torch.empty(source.shape, dtype=dtype))
-    for at in (0, 17, CAST_NUMBERS - 1, CAST_NUMBERS, CAST_NUMBERS + 99):
+    for at in (0, 17, CAST_VALUES - 1, CAST_VALUES, CAST_VALUES + 99):
         for value in (LIMITS[dtype][1], -LIMITS[dtype][1]):
             wrong = source.clone()
             wrong[at] = value

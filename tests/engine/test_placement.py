@@ -32,7 +32,7 @@ from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.lanes import MemoryPolicy
 from lora_merge.engine.patch_tensors import PatchTensors
 from lora_merge.engine.tasks import FoldTask
-from lora_merge.engine.tensor_moves import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage
+from lora_merge.engine.tensor_moves import FILE_DTYPES, DeviceStream, Placement, as_scalars, convert, land, stage
 from tests.kit.files import save
 from tests.kit.oracles import assert_rounded
 from tests.kit.package import nodes
@@ -192,7 +192,7 @@ def test_regression_weight_diff_moved_to_the_cpu_in_mid_expression() -> None:
         base = torch.empty(2, 12, 10, device="cuda:0")
         row = ALGORITHMS["full"]
         diff = stage([torch.empty(12, 10, dtype=torch.float16)] * 2, Placement(torch.device("cuda:0"), torch.float32))
-        strength = numbers([1.0, 0.5], Placement(torch.device("cuda:0"), torch.float32))
+        strength = as_scalars([1.0, 0.5], Placement(torch.device("cuda:0"), torch.float32))
         merged = fold(base, [StackedPatch(row, row.tensors(diff), strength, slice(0, 12))])
         assert merged.device.type == "cuda"
         into = [torch.empty(12, 10, dtype=torch.bfloat16) for _ in range(2)]

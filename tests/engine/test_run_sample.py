@@ -52,7 +52,7 @@ def test_sums_of_all_runs_are_exact(
     """Where each run is looked at, all numbers are, but for runs that lie across the end of a weight."""
     monkeypatch.setattr(change_sample, "PERIOD", change_sample.RUN)
     monkeypatch.setattr(change_sample, "LEAST_BLOCK", 2 * change_sample.RUN)
-    monkeypatch.setattr(change_sample, "RUN_NUMBERS", 2**17)  # added up while windows are merged, and at their end
+    monkeypatch.setattr(change_sample, "RUN_VALUES", 2**17)  # added up while windows are merged, and at their end
     got: dict[str, Any] = {}
     if device == "cpu":  # in memory, where no proof wants rows
         options: Any = {"device": "cpu", "dtype": dtype, "numbers": got}

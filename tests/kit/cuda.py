@@ -74,7 +74,7 @@ class Layers:
             piece, info = RowSlice(f"{n}.base", 0, *whole.shape), held(f"{n}.base", base)
             shapes = {s: tuple(t.shape) for s, t in mine.items()}
             settings = tuple(sorted(example.settings.items()))
-            patch = Patch(0, module, name, shapes, example.numbers, settings, WeightView((piece,), example.shape))
+            patch = Patch(0, module, name, shapes, example.scalars, settings, WeightView((piece,), example.shape))
             self.targets.append(
                 OutputTensor(
                     f"{n}.base",

@@ -171,7 +171,7 @@ class Merge:
         if "widest" in row.settings:
             settings["widest"] = (36, 36)
         fitted = dict(row.fitted_shapes({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))
-        numbers = {**row.scalars_from(None, fitted, tuple(weight.shape)), **self.told.numbers(name, module, fitted)}
+        numbers = {**row.scalars_from(None, fitted, tuple(weight.shape)), **self.told.scalars(name, module, fitted)}
         missing = any(slot not in own for slot in row.slots)
         derived = dict(row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {})
         loaded = {"": weight, **{slot: value.reshape(fitted[slot]) for slot, value in own.items()}}

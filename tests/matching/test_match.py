@@ -39,7 +39,7 @@ def test_choice_depends_on_its_arguments_alone(tmp_path: Path) -> None:
     assert len(first.remarks) == len(second.remarks) == 1 and first.remarks != second.remarks
     with_setting = choose(b, view, stated)
     assert with_setting.settings == {"lora_alpha"} and not with_setting.remarks
-    assert with_setting.patch.numbers["scale"] == 2.0
+    assert with_setting.patch.scalars["scale"] == 2.0
     assert (choose(b, view, context), choose(a, view, context)) == (second, first)
 
 

@@ -127,8 +127,8 @@ def numbers(change: Callable[[dict[str, float], Any], None]) -> Break:
     """The numbers of a formula are others; `change` sees them and the module."""
 
     def of(candidate: Candidate) -> None:
-        candidate.numbers = dict(candidate.numbers)
-        change(candidate.numbers, candidate.module)
+        candidate.scalars = dict(candidate.scalars)
+        change(candidate.scalars, candidate.module)
 
     return after("scale", of)
 

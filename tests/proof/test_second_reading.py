@@ -57,7 +57,7 @@ LLAMA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "use_rslora": True, "alp
 class Numbers:
     """Every α is 2; no two tensors are the same."""
 
-    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
+    def elements(self, info: StoredTensor) -> tuple[float, ...]:
         return (0.0,) * prod(info.shape) if info.dtype == "I64" else (2.0,)
 
     def same(self, _a: StoredTensor, _b: StoredTensor) -> bool:
@@ -84,7 +84,7 @@ def read(
     inputs = Inputs(job, base, names(base), (group(file),))
     matched = matches(inputs, Numbers())
     targets = [target for _, target in outputs(Matches(inputs, matched))]
-    return compare(job, base, matched, targets, lambda info: Numbers().numbers(info)[0])
+    return compare(job, base, matched, targets, lambda info: Numbers().elements(info)[0])
 
 
 def lora(shape: Shape, name: str, endings: tuple[str, str], *, alpha: bool) -> dict[str, Shape]:

@@ -16,7 +16,7 @@ import lora_merge
 from lora_merge.errors import InputError, ShapeMismatch, UsageError
 from lora_merge.paths import typed
 from lora_merge.viewing.compare import compare, compare_rows
-from lora_merge.viewing.compare_models import COMPARED_NUMBERS
+from lora_merge.viewing.compare_models import COMPARED_VALUES
 from lora_merge.viewing.compare_verdict import adapter_verdict, signed
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.json_schemas import schema_of
@@ -339,7 +339,7 @@ def test_cosine_of_zero_has_no_sign() -> None:
 
 def test_values_are_compared_in_pieces_as_in_one(tmp_path: Path) -> None:
     """With infinities and NaN in one of the pieces, which are added up in float64."""
-    a, b = rand(3, COMPARED_NUMBERS // 2, seed=1).bfloat16(), rand(3, COMPARED_NUMBERS // 2, seed=2).bfloat16()
+    a, b = rand(3, COMPARED_VALUES // 2, seed=1).bfloat16(), rand(3, COMPARED_VALUES // 2, seed=2).bfloat16()
     a[0, 0], b[1, 5], a[2, 9], b[2, 9] = float("nan"), float("inf"), float("nan"), float("nan")
     row = compare(*(save({"x": t}, tmp_path / f"{n}.safetensors") for n, t in enumerate((a, b))))["tensors"]["x"]
     apart = (b.double() - a.double()).flatten()

@@ -10,7 +10,7 @@ are empty and the numbers in the file are used. Matching uses the rules so:
 2. `algorithm(module, candidates)`: the row of ALGORITHMS for a module, out of the rows that its slots allow, or None
    for the first that fits. InputError if the tensors are of another method than the configuration.
 3. `targets(module)`: the parameters that the module may change, best first; usually `<module>.weight`.
-4. `numbers(algorithm, module, fitted shapes)`: `Scalar` fields, which replace those of `Algorithm.scalars_from`.
+4. `scalars(algorithm, module, fitted shapes)`: `Scalar` fields, which replace those of `Algorithm.scalars_from`.
 5. `settings(algorithm)`: the row's settings. Matching adds the setting `widest`: (out, in), each the largest over all
    weights that the adapter changes with this algorithm.
 6. `shared(algorithm)`: slot → key of a tensor that the file has once for all modules. If the file lacks this tensor,
@@ -185,7 +185,7 @@ class PeftRules:
         name = bare(module).replace(WRAPPER, "")
         return parameters(self.fields, module) or (f"{name}.weight", f"{name}.in_proj_weight")
 
-    def numbers(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
+    def scalars(self, algorithm: str, module: str, shapes: Shapes) -> Mapping[str, float]:
         """Return the scalars in the configuration. DoesNotFit if it contradicts the tensors, InputError if its
         patterns use other names than the file."""
         if self.borrowed and self.fields.get("alpha_pattern") and not is_layer(self.fields, module):

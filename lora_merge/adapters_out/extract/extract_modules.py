@@ -1,9 +1,9 @@
 """Differences of two checkpoints, weight by weight, formed by rows where a weight is large, with the rounding errors of
-stored numbers that they hold in addition to what was trained; and the modules that they become. On a device,
+stored values that they hold in addition to what was trained; and the modules that they become. On a device,
 parameters of one shape are decomposed together.
 
 The nearest Kronecker product: Van Loan and Pitsianis 1993. With Δ[o₁o₂, i₁i₂k] rearranged to [o₁i₁, o₂i₂k], w1 ⊗ w2
-becomes the outer product of both factors' numbers, so the leading singular triple gives the nearest one.
+becomes the outer product of both factors' values, so the leading singular triple gives the nearest one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...disk.reader import Reader
 from ...dtypes import ITEM_BYTES, StoredTensor
 from ...engine.row_matrix import RowMatrix
 from ...engine.tensor_moves import FILE_DTYPES, finite, pieces
-from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
+from ...engine.tensors import as_bytes, stored_values, view_bytes, weight_values
 from ...errors import FitError, InputError, beyond_fp64
 from ...files.checkpoint import Index
 from ...models.experts import is_stack
@@ -66,8 +66,8 @@ SIGNIFICANDS: Final[Mapping[str, tuple[int, int]]] = {
 NARROW_DTYPES: Final = frozenset({"F16", "BF16"})
 """Dtypes of 16 bits, in which a difference may be mostly rounding."""
 
-SAMPLED_NUMBERS: Final = 2**16
-"""The most numbers of a weight by which its rounding errors are estimated."""
+SAMPLED_VALUES: Final = 2**16
+"""The most values of a weight by which its rounding errors are estimated."""
 
 
 def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
@@ -84,8 +84,8 @@ def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
     return total / max(values.numel(), 1) / 12
 
 
-READ_ONCE_NUMBERS: Final = 2**24
-"""Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
+READ_ONCE_VALUES: Final = 2**24
+"""Values up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Side:
     reader: Reader
 
     def rows(self, view: WeightView) -> Tensor:
-        """Return [rows, cols] of a view in the dtype that is stored, decoded where numbers are quantised."""
+        """Return [rows, cols] of a view in the dtype that is stored, decoded where values are quantised."""
         pieces = [self._piece(piece) for piece in view.row_slices]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -104,7 +104,7 @@ class Side:
         """Return the same by rows; those of a large weight are read when they are asked for."""
         (piece, *others) = view.row_slices
         plain = not others and not piece.transposed and piece.key not in self.index.packed
-        if piece.size <= READ_ONCE_NUMBERS or not plain:
+        if piece.size <= READ_ONCE_VALUES or not plain:
             return RowMatrix.of(self.rows(view))
 
         def read(rows: slice) -> Tensor:
@@ -116,7 +116,7 @@ class Side:
         weight = self.weight(piece.key)
         if weight.packed is None:
             count = (piece.stop - piece.start) * piece.cols
-            rows = stored_numbers(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
+            rows = stored_values(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
         else:
             rows = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
         return rows[:, piece.across].mT if piece.transposed else rows
@@ -144,7 +144,7 @@ class Side:
         return view_bytes(memoryview(bytearray().join(read)), dtype, (len(views), *first.matrix))
 
     def dtypes(self, view: WeightView) -> set[str]:
-        """Return the dtypes of the rows of a view; "" for numbers that are not stored plainly."""
+        """Return the dtypes of the rows of a view; "" for values that are not stored plainly."""
         return {"" if p.key in self.index.packed else self.index.tensors[p.key].dtype for p in view.row_slices}
 
 
@@ -155,7 +155,7 @@ class Difference:
     pair: Pair
     change: RowMatrix
     value: RowMatrix  # of the tuned weight, in its own dtype
-    dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
+    dtypes: frozenset[str]  # of the tuned weight, "" for quantised values
     narrow: bool  # whether both weights are stored in 16 bits
     weight: float  # ‖W‖² of the base's weight
 
@@ -175,10 +175,10 @@ class Difference:
 
     @property
     def share_of_noise(self) -> float | None:
-        """√(v · numbers) / ‖Δ‖, with v of some of the numbers; None where it is not known."""
+        """√(v · values) / ‖Δ‖, with v of some of the values; None where it is not known."""
         if not self.narrow or self.pair.fresh:
             return None
-        step, cols = -(-self.value.numel() // SAMPLED_NUMBERS), self.value.shape[1]
+        step, cols = -(-self.value.numel() // SAMPLED_VALUES), self.value.shape[1]
         some = [block.reshape(-1)[-rows.start * cols % step :: step] for rows, block in self.value.blocks(owned=False)]
         mean = mean_square(RowMatrix.of(torch.cat(some)[:, None]), self.dtypes)
         return None if mean is None else math.sqrt(mean * self.change.numel() / self.scanned[0].squares)
@@ -186,7 +186,7 @@ class Difference:
 
 def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
     """Return tuned − base in the dtype that was asked for; None where both are equal. InputError for NaN or infinite
-    numbers."""
+    values."""
     view = pair.before if pair.fresh else pair.place.view
     dtypes = tuned.dtypes(pair.tuned) | (set() if view is None else base.dtypes(view))
     new = tuned.by_rows(pair.tuned)
@@ -252,7 +252,7 @@ def _at_once(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
 def differences(
     batch: Sequence[Pair], base: Side, tuned: Side, computed: str | None = None
 ) -> list[Difference | None]:  # fmt: skip
-    """Return what `difference` returns for each of several parameters of one shape; plain numbers are subtracted at
+    """Return what `difference` returns for each of several parameters of one shape; plain values are subtracted at
     once."""
     old = base.stack([pair.place.view for pair in batch]) if len(batch) > 1 else None
     new = None if old is None else tuned.stack([pair.tuned for pair in batch])
@@ -355,8 +355,8 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[PairBatch]
     open_batches: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         shape = pair.place.view.shape
-        numbers = prod(shape)
-        count = min(room // BYTES_ON_DEVICE, bound // BYTES_ON_HOST) // max(numbers, 1)
+        elements = prod(shape)
+        count = min(room // BYTES_ON_DEVICE, bound // BYTES_ON_HOST) // max(elements, 1)
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
@@ -378,7 +378,7 @@ def _expect_one_matrix(difference: Difference) -> None:
 
 
 def measured(module: StoredModule, difference: Difference) -> StoredModule:
-    """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
+    """Return the tensors of a parameter with the values of its change and of its weight, and the share that rounding
     errors have in the change, where it is known."""
     known = replace(
         module.layer, noise=difference.share_of_noise, effect=difference.scanned[0].effect, weight=difference.weight

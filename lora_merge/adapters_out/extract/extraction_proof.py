@@ -1,4 +1,4 @@
-"""What `extract` expects: tuned − base, of the numbers that both checkpoints store. The output is read as an adapter of
+"""What `extract` expects: tuned − base, of the values that both checkpoints store. The output is read as an adapter of
 the base. No torch.
 """
 
@@ -28,7 +28,7 @@ from ..module_tensors import StoredModule
 from ..output_file import Proof
 from ..parallel import PerThread
 from ..proof import (
-    CHANGE_NUMBERS,
+    CHANGE_VALUES,
     REDO,
     ChangeRows,
     Comparison,
@@ -75,7 +75,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
     check = replace(job, inputs=inputs, include=(), exclude=())
     again = open_sources(check, claim.cache)
     targets, file = {t.key: t for t in again.targets}, again.adapters[0].index
-    # Step 2: three computations: of both checkpoints' numbers, and of the output's changes.
+    # Step 2: three computations: of both checkpoints' values, and of the output's changes.
     views = [(pair.place.view, pair.tuned) for _, pair in pairs]
     weights = [
         {piece.key: _weight(index, piece.key) for both in views for piece in both[side].row_slices
@@ -105,8 +105,8 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
         for module, pair in pairs:
             (rows, cols), step = pair.place.view.matrix, _rows_at_once(pair, targets)
             stated = StatedLoss(module.layer.residual)
-            numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
-            comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
+            elements, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
+            comparisons.append(Comparison(pair.name, elements, nbytes, stated, partial(squares, pair, step)))
         compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head
         if head is not None:  # it has the factors of the embeddings that share its weight
             compared |= {f"{name}.weight" for name in (head.head, head.key) if name}
@@ -137,12 +137,12 @@ def _rows_at_once(pair: Pair, targets: Mapping[str, Target]) -> int:
         return max(matrix[0], 1)
     changing = (targets[piece.key] for piece in pieces if piece.key in targets)
     return max(
-        (rows_at_once(target, matrix) for target in changing), default=max(1, CHANGE_NUMBERS // max(matrix[1], 1))
+        (rows_at_once(target, matrix) for target in changing), default=max(1, CHANGE_VALUES // max(matrix[1], 1))
     )
 
 
 def _values(view: WeightView, of: Recomputation) -> ChangeRows:
-    """Return a function of rows of a view that returns their stored numbers."""
+    """Return a function of rows of a view that returns their stored values."""
     every = np.arange(view.matrix[0])
     return lambda rows: gathered(view, every[rows], of.values)
 
@@ -158,14 +158,14 @@ def _change(view: WeightView, targets: Mapping[str, Target], again: Recomputatio
 
 
 def _of_value(pair: Pair, file: Index, tuned: Recomputation, stored: Recomputation) -> Squares:
-    """Return the comparison of a parameter whose new value is stored; VerificationFailed unless each of its numbers is
+    """Return the comparison of a parameter whose new value is stored; VerificationFailed unless each of its elements is
     the nearest one to that of the tuned checkpoint."""
     info = file.tensors[f"{pair.place.prefix}{pair.place.module}.{pair.place.parameter}"]
     (rows, cols), value = pair.tuned.matrix, _values(pair.tuned, tuned)
-    at_once = max(1, CHANGE_NUMBERS // max(cols, 1))
+    at_once = max(1, CHANGE_VALUES // max(cols, 1))
     for first in range(0, rows, at_once):
         part = slice(first, min(first + at_once, rows))
-        numbers, expected = stored.stored(info, (rows, cols), np.arange(part.start, part.stop)), value(part)
-        if not (np.abs(numbers - expected) <= NEAREST * step(expected, info.dtype)).all():
+        values, expected = stored.stored(info, (rows, cols), np.arange(part.start, part.stop)), value(part)
+        if not (np.abs(values - expected) <= NEAREST * step(expected, info.dtype)).all():
             raise VerificationFailed("a written value is not that of the tuned checkpoint", pair.name, REDO)
     return Squares(0.0, 0.0)

@@ -157,7 +157,7 @@ def paired(
         elif view.matrix == place.view.matrix and view.shape == place.view.shape:
             pairs += (
                 [separate or Pair(place, view)] if prod(view.shape) else []
-            )  # without numbers there is no difference
+            )  # without values there is no difference
         elif to.whole and enlarged(place, view):
             pairs.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))

@@ -169,7 +169,7 @@ def _usual(names: Names, job: AdapterJob) -> Dialect:
 
 
 def _dtype(job: AdapterJob, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dtype:
-    """Return the dtype of the output: as asked, or the one that most numbers of the tuned checkpoint have."""
+    """Return the dtype of the output: as asked, or the one that most values of the tuned checkpoint have."""
     asked = job.inputs.dtype
     if asked != "keep":
         if DTYPES.get(asked) not in TORCH_DTYPES:

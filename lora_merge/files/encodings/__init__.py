@@ -1,1 +1,1 @@
-"""Encodings: how the numbers of a weight become bytes, and bytes numbers. torch is imported in functions."""
+"""Encodings: how the values of a weight become bytes, and bytes values. torch is imported in functions."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, end_margin, finite
+from .base import CODES, DRAW, Encoding, OutOfRange, PartValues, end_margin, finite
 from .scaled_codes import REFIT_BELOW, SCALE
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Affine(Encoding):
     """Whole numbers in a bit stream: q · s + b. A scale may be negative."""
 
     bits: int = 4
-    numbers: str = "BF16"  # dtype of scales and biases
+    float_dtype: str = "BF16"  # dtype of scales and biases
     name: ClassVar[str] = "mlx"
     from_zeros: ClassVar[bool] = True
 
@@ -29,7 +29,7 @@ class Affine(Encoding):
         """Rows and columns with one scale."""
         return 1, self.group
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return q · s + b in fp32."""
         from . import bit_packing
 
@@ -37,8 +37,8 @@ class Affine(Encoding):
         scale, bias = self._line(parts)
         return levels.mul_(scale).add_(bias)
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
-        """Return codes, scales and biases; those of a group are kept if they cover the new numbers."""
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+        """Return codes, scales and biases; those of a group are kept if they cover the new values."""
         from . import bit_packing, stochastic_rounding
 
         groups = values.view(-1, self.group)
@@ -49,7 +49,7 @@ class Affine(Encoding):
         if DRAW in parts:
             levels = stochastic_rounding.to_integers(levels, parts[DRAW].view(levels.shape))
         codes = bit_packing.in_stream(levels.round().clamp(0, self._most), self.bits)
-        stored = {role: numbers.to(parts[role].dtype).reshape(-1) for role, numbers in ((SCALE, scale), (BIAS, bias))}
+        stored = {role: tensor.to(parts[role].dtype).reshape(-1) for role, tensor in ((SCALE, scale), (BIAS, bias))}
         return {CODES: codes, **stored}
 
     @property
@@ -57,16 +57,16 @@ class Affine(Encoding):
         """The largest code."""
         return int(2**self.bits - 1)
 
-    def _line(self, parts: PartNumbers) -> tuple[Tensor, Tensor]:
+    def _line(self, parts: PartValues) -> tuple[Tensor, Tensor]:
         """Return (scales, biases), each [groups, 1] in fp32; InvalidPart if one is not finite."""
         scale, bias = (finite(parts[role], "a scale or a bias").view(-1, 1) for role in (SCALE, BIAS))
         return scale, bias
 
     def _fitted(
-        self, ends: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartNumbers
+        self, ends: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartValues
     ) -> tuple[Tensor, Tensor]:
         """Return (scales, biases) of groups with these ranges: the old ones if they cover the range and use most of
-        their codes, else new ones by mlx's rule, a little wider if the stored numbers would not cover the range.
+        their codes, else new ones by mlx's rule, a little wider if the stored values would not cover the range.
 
         mlx's rule: one end of the range is the bias, the end farther from zero, and zero is a whole code.
         """
@@ -90,16 +90,16 @@ class Affine(Encoding):
         over &= step != 0
         return torch.where(over, step, scale), torch.where(over, rounded[0], bias)
 
-    def _rounded(self, numbers: Tensor, up: Tensor | None = None) -> Tensor:
-        """Return numbers as the file can hold them, in fp32: the nearest, or the next one above or below."""
+    def _rounded(self, values: Tensor, up: Tensor | None = None) -> Tensor:
+        """Return values as the file can hold them, in fp32: the nearest, or the next one above or below."""
         import torch
 
         from . import arithmetic
 
-        dtype = arithmetic.FLOAT_DTYPES[self.numbers]
-        near = numbers.to(dtype)
+        dtype = arithmetic.FLOAT_DTYPES[self.float_dtype]
+        near = values.to(dtype)
         if up is not None:
-            inside = torch.where(up, near.to(numbers.dtype) >= numbers, near.to(numbers.dtype) <= numbers)
+            inside = torch.where(up, near.to(values.dtype) >= values, near.to(values.dtype) <= values)
             near = near.where(inside, arithmetic.neighbour(near, up))
         return near.float()
 

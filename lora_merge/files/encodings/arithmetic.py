@@ -1,4 +1,4 @@
-"""Numbers of few bits in torch: decoded by tables, encoded with one rounding. Imported when weights are decoded."""
+"""Values of few bits in torch: decoded by tables, encoded with one rounding. Imported when weights are decoded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def byte_values(dtype: str) -> Tensor:
 
 
 def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = None) -> Tensor:
-    """Return the numbers of bytes times a scale, in fp32. `last`: the largest byte without its sign, where it is known.
+    """Return the values of bytes times a scale, in fp32. `last`: the largest byte without its sign, where it is known.
 
     A table takes a fifth of the time of torch's cast. On a CPU, fp16 takes half of that again: it has the same fields,
     only wider, but in e4m3 other bits for NaN.
@@ -77,13 +77,13 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = N
     return _times(byte_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
 
 
-def unpacked(numbers: Tensor) -> Tensor:
-    """Return plain fp8 numbers on a CPU in fp32, in a twelfth of the time of torch's cast; others as they are, as those
+def unpacked(values: Tensor) -> Tensor:
+    """Return plain fp8 values on a CPU in fp32, in a twelfth of the time of torch's cast; others as they are, as those
     with NaN, whose bits torch's cast keeps."""
-    name = next((name for name, dtype in FP8_DTYPES.items() if numbers.dtype == dtype), "")
-    if not name or numbers.device.type != "cpu" or (last := last_byte(numbers.reshape(-1))) > LARGEST_BYTE[name]:
-        return numbers
-    return from_fp8(numbers, name, last=last).view(numbers.shape)
+    name = next((name for name, dtype in FP8_DTYPES.items() if values.dtype == dtype), "")
+    if not name or values.device.type != "cpu" or (last := last_byte(values.reshape(-1))) > LARGEST_BYTE[name]:
+        return values
+    return from_fp8(values, name, last=last).view(values.shape)
 
 
 def _times(values: Tensor, scale: float) -> Tensor:
@@ -91,14 +91,14 @@ def _times(values: Tensor, scale: float) -> Tensor:
 
 
 def last_byte(raw: Tensor) -> int:
-    """Return the largest byte of fp8 numbers, without the sign."""
+    """Return the largest byte of fp8 values, without the sign."""
     if not raw.numel():
         return 0
     return max(int(raw.view(torch.int8).max()), int(raw.view(torch.uint8).max()) - 128)
 
 
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
-    """Return the nearest fp8 numbers as bytes, ties to even; None if a number rounds to one beyond the range, or is
+    """Return the nearest fp8 values as bytes, ties to even; None if one rounds to one beyond the range, or is
     NaN."""
     codes = single(values).to(FP8_DTYPES[dtype]).view(torch.uint8)
     # The bytes are looked at first, at a quarter of the cost: versions of torch differ in what they write beyond.
@@ -109,17 +109,17 @@ def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
-    """Return the nearest fp8 numbers as bytes; numbers beyond the range become the largest."""
-    numbers, limit = single(values), DTYPE_ROWS[dtype].largest
+    """Return the nearest fp8 values as bytes; values beyond the range become the largest."""
+    floats, limit = single(values), DTYPE_ROWS[dtype].largest
     if values.device.type == "cpu":
-        codes = numbers.to(FP8_DTYPES[dtype]).view(torch.uint8)
+        codes = floats.to(FP8_DTYPES[dtype]).view(torch.uint8)
         if last_byte(codes) <= LARGEST_BYTE[dtype]:
             return codes
-    return numbers.clamp(-limit, limit).to(FP8_DTYPES[dtype]).view(torch.uint8)
+    return floats.clamp(-limit, limit).to(FP8_DTYPES[dtype]).view(torch.uint8)
 
 
 def largest(values: Tensor) -> float:
-    """Return the largest magnitude of the finite numbers; 0 if there are none."""
+    """Return the largest magnitude of the finite values; 0 if there are none."""
     if not values.numel():
         return 0.0
     low, high = float(values.amin()), float(values.amax())  # aminmax takes half as long again as both
@@ -131,7 +131,7 @@ def largest(values: Tensor) -> float:
 def largest_of_each(blocks: Tensor) -> Tensor:
     """Return the largest magnitude in each row of [..., k].
 
-    Bits of numbers that are not negative grow with them; the largest whole number is found in a third of the time.
+    Bits of values that are not negative grow with them; the largest integer is found in a third of the time.
     """
     size = torch.abs(blocks)
     return size.view(torch.int32).amax(-1).view(torch.float32) if size.dtype == torch.float32 else size.amax(-1)
@@ -141,7 +141,7 @@ def ends_of_each(blocks: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest number in each row of [..., k]. `room`: memory of the same shape and dtype,
     which is overwritten.
 
-    The bits of negative numbers are flipped but for the sign, so that whole numbers are in the order of the numbers.
+    The bits of negative values are flipped but for the sign, so that whole numbers are in the order of the values.
     """
     if blocks.dtype != torch.float32:
         return blocks.amin(-1), blocks.amax(-1)
@@ -153,7 +153,7 @@ def ends_of_each(blocks: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def single(values: Tensor) -> Tensor:
-    """Return numbers in fp32; those of fp64 rounded to odd, so that a later rounding to fewer bits is right."""
+    """Return values in fp32; those of fp64 rounded to odd, so that a later rounding to fewer bits is right."""
     if values.dtype != torch.float64:
         return values.float()
     near = values.float()
@@ -163,7 +163,7 @@ def single(values: Tensor) -> Tensor:
 
 
 def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
-    """Return the numbers of codes of one byte times a scale, in fp32; InvalidPart for codes that are not numbers."""
+    """Return the values of codes of one byte times a scale, in fp32; InvalidPart for codes that are not numbers."""
     if dtype == "I8":
         return _times(codes.view(torch.int8).float(), scale)
     last = last_byte(codes)
@@ -181,17 +181,17 @@ def to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor | None
 
 
 def cut_to_bytes(levels: Tensor, dtype: str, ends: tuple[int, int]) -> Tensor:
-    """Return the nearest codes as bytes; numbers beyond the range become the outermost codes."""
+    """Return the nearest codes as bytes; values beyond the range become the outermost codes."""
     if dtype != "I8":
         return cut_to_fp8(levels, dtype)
     return levels.round().clamp_(*ends).to(torch.int8).view(torch.uint8)
 
 
 def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
-    """Return scales, in fp32, that `dtype` holds and at which `steps` codes reach as far as the largest numbers.
+    """Return scales, in fp32, that `dtype` holds and at which `steps` codes reach as far as the largest values.
 
     They are the nearest ones, or the next above if even `room` codes would not reach: bf16 moves a scale by up to a
-    512th, and the smallest numbers of fp16 are far apart. Raises OutOfRange if no scale is large enough.
+    512th, and the smallest values of fp16 are far apart. Raises OutOfRange if no scale is large enough.
     """
     kind = FLOAT_DTYPES[dtype]
     near = (largest / steps).to(kind)
@@ -204,7 +204,7 @@ def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
 
 def with_zero(low: Tensor, high: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the smallest scales, and the codes of zero, with which whole numbers of these ends reach from the lowest
-    to the highest numbers, on both sides of zero or at it."""
+    to the highest values, on both sides of zero or at it."""
     lowest, highest = ends
     step = (high - low) / (highest - lowest)
     below = (lowest - low / torch.where(step > 0, step, torch.inf)).floor()
@@ -218,41 +218,41 @@ def with_zero(low: Tensor, high: Tensor, ends: tuple[int, int]) -> tuple[Tensor,
     return scales.gather(0, best)[0], points.gather(0, best)[0]
 
 
-def neighbour(numbers: Tensor, up: Tensor) -> Tensor:
+def neighbour(values: Tensor, up: Tensor) -> Tensor:
     """Return the next number of the dtype above, where `up`, or below. The neighbours of one zero include the other.
 
     torch before 2.6 has no `nextafter` for fp16 on CUDA.
     """
-    bits = numbers.view(torch.int32 if numbers.dtype.itemsize == 4 else torch.int16)
-    sign, magnitude = 8 * numbers.dtype.itemsize - 1, torch.iinfo(bits.dtype).max
-    keys = bits ^ (bits >> sign & magnitude)  # in the order of the numbers
+    bits = values.view(torch.int32 if values.dtype.itemsize == 4 else torch.int16)
+    sign, magnitude = 8 * values.dtype.itemsize - 1, torch.iinfo(bits.dtype).max
+    keys = bits ^ (bits >> sign & magnitude)  # in the order of the values
     keys = torch.where(up, keys + 1, keys - 1)
-    return (keys ^ (keys >> sign & magnitude)).view(numbers.dtype)
+    return (keys ^ (keys >> sign & magnitude)).view(values.dtype)
 
 
 @cached_table
 def _powers() -> Tensor:
     """Return the number of each byte of e8m0: 2 ** (b - 127), and NaN for 255."""
-    numbers = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
-    numbers[255] = float("nan")
-    return numbers
+    values = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
+    values[255] = float("nan")
+    return values
 
 
 def powers(raw: Tensor) -> Tensor:
-    """Return the numbers of e8m0 bytes, in fp32."""
+    """Return the values of e8m0 bytes, in fp32."""
     return _powers().index_select(0, raw.reshape(-1).view(torch.uint8).int())
 
 
-def power_above(numbers: Tensor) -> Tensor:
-    """Return the smallest powers of two that are not below the numbers, in fp32; 0 for 0."""
-    mantissa, exponent = torch.frexp(numbers.float())
+def power_above(values: Tensor) -> Tensor:
+    """Return the smallest powers of two that are not below the values, in fp32; 0 for 0."""
+    mantissa, exponent = torch.frexp(values.float())
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.where(numbers > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-127, 127)), 0.0)
+    return torch.where(values > 0, torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-127, 127)), 0.0)
 
 
-def exponents(numbers: Tensor) -> Tensor:
+def exponents(values: Tensor) -> Tensor:
     """Return powers of two as e8m0 bytes."""
-    return (torch.frexp(numbers.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
+    return (torch.frexp(values.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
 
 
 @cached_table
@@ -289,14 +289,14 @@ def e2m1() -> Tensor:
 
 @cached_table
 def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT001
-    """Return the two numbers of each byte of two codes, in fp32, as one of 64 bits: it is copied at once."""
-    codes, numbers = torch.arange(256), torch.tensor(table)
-    low, high = numbers[codes & 15], numbers[codes >> 4]
+    """Return the two values of each byte of two codes, in fp32, as one of 64 bits: it is copied at once."""
+    codes, values = torch.arange(256), torch.tensor(table)
+    low, high = values[codes & 15], values[codes >> 4]
     return torch.stack([high, low] if high_first else [low, high], 1).view(torch.int64).view(-1)
 
 
 def from_halves(raw: Tensor, table: Sequence[float], *, high_first: bool) -> Tensor:
-    """Return the numbers of bytes that hold two codes each, flat, by a table of 16 numbers."""
+    """Return the values of bytes that hold two codes each, flat, by a table of 16 values."""
     return _pairs(tuple(table), high_first).index_select(0, raw.reshape(-1).int()).view(torch.float32)
 
 

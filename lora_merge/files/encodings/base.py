@@ -1,8 +1,8 @@
-"""The interface of an encoding, which decodes the stored numbers of a weight and encodes new ones; plain numbers.
+"""The interface of an encoding, which decodes the stored values of a weight and encodes new ones; plain values.
 
 A weight is stored as a group of tensors: one with codes, and others (the parts) with scales, zero points, tables. They
 may be anywhere in the file, or in another shard. Every tensor of the group either grows with the weight, so many bytes
-for so many consecutive numbers, or belongs to the weight as a whole. Windows carry the codes; the other bytes that a
+for so many consecutive values, or belongs to the weight as a whole. Windows carry the codes; the other bytes that a
 block needs are read for it, and written back to their place.
 """
 
@@ -28,8 +28,8 @@ ROTATION_SIZES: Final = (4, 16, 64, 256, 1024)
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 
-PartNumbers: TypeAlias = "Mapping[str, Tensor]"
-"""Role → stored numbers of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
+PartValues: TypeAlias = "Mapping[str, Tensor]"
+"""Role → stored values of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
 as bytes."""
 
 CODES: str = "codes"
@@ -44,7 +44,7 @@ ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 
 """The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
 
 
-def end_margin(parts: PartNumbers, most: float = 0.5) -> float:
+def end_margin(parts: PartValues, most: float = 0.5) -> float:
     """Return how many steps a number may be beyond the outermost codes of a scale that covers it: so many as round to
     these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""
     return BARELY if DRAW in parts else most
@@ -55,48 +55,48 @@ class InvalidPart(ValueError):
 
 
 class OutOfRange(ValueError):
-    """The error for new numbers that no scale can cover."""
+    """The error for new values that no scale can cover."""
 
 
 class WeightPart(NamedTuple):
-    """One stored tensor of a group: `size` bytes for every `numbers` consecutive numbers of the weight.
+    """One stored tensor of a group: `size` bytes for every `group` consecutive values of the weight.
 
-    `numbers` is 0 for a tensor that belongs to the whole weight.
+    `group` is 0 for a tensor that belongs to the whole weight.
     """
 
     info: StoredTensor
-    numbers: int = 0
+    group: int = 0
     size: int = 0
 
     def span(self, first: int, count: int) -> tuple[int, int]:
-        """Return (first byte, bytes) for `count` numbers of the weight from `first` on, which begins a unit."""
-        if not self.numbers:
+        """Return (first byte, bytes) for `count` values of the weight from `first` on, which begins a unit."""
+        if not self.group:
             return 0, self.info.nbytes
-        low = first // self.numbers * self.size
-        return low, min(-(-(first + count) // self.numbers) * self.size, self.info.nbytes) - low
+        low = first // self.group * self.size
+        return low, min(-(-(first + count) // self.group) * self.size, self.info.nbytes) - low
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """One way to store numbers, with its settings; a subclass for each form of codes. Weights share one object.
+    """One way to store values, with its settings; a subclass for each form of codes. Weights share one object.
 
     The functions are pure, and know nothing of adapters.
     """
 
-    unit: tuple[int, int]  # (n, bytes): n consecutive numbers of the weight take so many bytes of the codes; bytes may
+    unit: tuple[int, int]  # (n, bytes): n consecutive values of the weight take so many bytes of the codes; bytes may
     # be 0, then no window carries the codes, and `CODES` is a part that belongs to the whole weight
-    group: int = 1  # consecutive numbers that are decoded and encoded together; blocks are cut between such groups
+    group: int = 1  # consecutive values that are decoded and encoded together; blocks are cut between such groups
 
     label: str = ""  # for the user, where it is not the name
     new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
 
     name: ClassVar[str] = ""  # by which the proof finds its decoder
     decode_only: ClassVar[str] = ""
-    """The reason why new numbers cannot be stored; "" if they can."""
+    """The reason why new values cannot be stored; "" if they can."""
     fixed: ClassVar[frozenset[str]] = frozenset()
-    """Roles of the parts that new numbers never change."""
+    """Roles of the parts that new values never change."""
     from_zeros: ClassVar[bool] = False
-    """Whether new numbers can be stored if no codes were before: `encode` then gets codes of zeros."""
+    """Whether new values can be stored if no codes were before: `encode` then gets codes of zeros."""
 
     @classmethod
     def shared(cls, unit: tuple[int, int], group: int = 1, **settings: Any) -> Self:
@@ -132,7 +132,7 @@ class Encoding:
 
     @property
     def plain(self) -> bool:
-        """Whether the stored numbers are the weight."""
+        """Whether the stored values are the weight."""
         return False
 
     @property
@@ -141,37 +141,37 @@ class Encoding:
         return 0, 0
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes of the codes of `count` consecutive numbers, which begin a unit."""
-        numbers, size = self.unit
-        return -(-count // numbers) * size
+        """Return the bytes of the codes of `count` consecutive values, which begin a unit."""
+        values, size = self.unit
+        return -(-count // values) * size
 
     def count(self, nbytes: int) -> int:
-        """Return how many consecutive numbers of the weight `nbytes` bytes hold."""
-        numbers, size = self.unit
-        return nbytes // size * numbers
+        """Return how many consecutive values of the weight `nbytes` bytes hold."""
+        values, size = self.unit
+        return nbytes // size * values
 
-    def fault(self, role: str, numbers: Sequence[float]) -> str:
-        """Return the reason why the numbers of a part of the whole weight are invalid; "" if they are valid."""
+    def fault(self, role: str, values: Sequence[float]) -> str:
+        """Return the reason why the values of a part of the whole weight are invalid; "" if they are valid."""
         return ""
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return `count` numbers of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return `count` values of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
         raise NotImplementedError
 
-    def factor_of(self, parts: PartNumbers) -> float:
-        """Return the factor of all numbers, 1 without one; InvalidPart if it is not a positive number."""
+    def factor_of(self, parts: PartValues) -> float:
+        """Return the factor of all values, 1 without one; InvalidPart if it is not a positive number."""
         return 1.0
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
-        """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+        """Return the codes, and the parts that grow with the weight, of new values from `first` on.
 
-        `values`: flat, fp32 or fp64, finite. `parts`: those of the numbers before the change; their scales are kept
-        if they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
+        `values`: flat, fp32 or fp64, finite. `parts`: those of the values before the change; their scales are kept
+        if they cover the new values. None if a part of the whole weight does not cover them: see `refit`.
         """
         raise NotImplementedError
 
-    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
-        """Return the parts of the whole weight that cover numbers of this largest magnitude."""
+    def refit(self, parts: PartValues, largest: float) -> PartValues:
+        """Return the parts of the whole weight that cover values of this largest magnitude."""
         raise NotImplementedError
 
 
@@ -180,9 +180,9 @@ def _shared(form: type[Any], unit: tuple[int, int], group: int, /, **settings: A
     return form(unit, group, **settings)
 
 
-def finite(numbers: Tensor, what: str) -> Tensor:
-    """Return numbers in fp32; InvalidPart if one is not finite. `what`: what they are, for the message."""
-    floats = numbers.float()
+def finite(values: Tensor, what: str) -> Tensor:
+    """Return values in fp32; InvalidPart if one is not finite. `what`: what they are, for the message."""
+    floats = values.float()
     if not bool(floats.isfinite().all()):
         raise InvalidPart(f"{what} is not a finite number")
     return floats
@@ -192,35 +192,35 @@ class Packing(NamedTuple):
     """The form in which one weight is stored: its encoding, and the tensors next to its codes by role."""
 
     encoding: Encoding
-    codes: StoredTensor | None = None  # as the container lists it; None for plain numbers
+    codes: StoredTensor | None = None  # as the container lists it; None for plain values
     parts: Mapping[str, WeightPart] = {}
     marks: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors next to the numbers, which a weight of plain numbers does not have."""
+        """Return the names of all tensors next to the values, which a weight of plain values does not have."""
         return self.marks.union(part.info.name for part in self.parts.values())
 
     @property
     def changing(self) -> frozenset[str]:
-        """Return the names of the tensors next to the codes that new numbers may change."""
+        """Return the names of the tensors next to the codes that new values may change."""
         fixed = frozenset[str]() if self.encoding.new_scales else self.encoding.fixed
         return frozenset(part.info.name for role, part in self.parts.items() if role not in fixed)
 
     @property
     def scaled(self) -> bool:
-        """Whether the numbers are not in units of their common factor, or have none."""
+        """Whether the values are not in units of their common factor, or have none."""
         return not self.encoding.common or self.encoding.common in self.parts
 
     @property
     def in_units(self) -> Packing:
-        """Return how numbers in units of their common factor are stored: without the part that holds it."""
+        """Return how values in units of their common factor are stored: without the part that holds it."""
         return self._replace(parts={role: part for role, part in self.parts.items() if role != self.encoding.common})
 
 
 @dataclass(frozen=True, eq=False)
 class Plain(Encoding):
-    """Numbers of a dtype of the container."""
+    """Values of a dtype of the container."""
 
     dtype: str = ""
     name: ClassVar[str] = "plain"
@@ -232,17 +232,17 @@ class Plain(Encoding):
 
     @property
     def plain(self) -> bool:
-        """Whether the stored numbers are the weight."""
+        """Whether the stored values are the weight."""
         return True
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the stored numbers."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return the stored values."""
         return parts[CODES]
 
 
 @cache
 def plain(dtype: str) -> Packing:
-    """Return the packing of a weight of plain numbers; one object for each dtype."""
+    """Return the packing of a weight of plain values; one object for each dtype."""
     bits = ITEM_BITS[dtype]
     shared = gcd(bits, 8)
     return Packing(Plain((8 // shared, bits // shared), dtype=dtype))

@@ -31,9 +31,9 @@ def from_bits(raw: Tensor, bits: int) -> Tensor:
     return torch.stack([raw & 15, raw >> 4], -1).flatten(-2).to(torch.int16)
 
 
-def in_bits(numbers: Tensor, bits: int) -> Tensor:
+def in_bits(integers: Tensor, bits: int) -> Tensor:
     """Return bytes that hold whole numbers of 4 or 8 bits."""
-    small = numbers.to(torch.uint8)
+    small = integers.to(torch.uint8)
     return small if bits == 8 else small[..., 0::2] | small[..., 1::2] << 4
 
 
@@ -46,19 +46,19 @@ def from_stream(raw: Tensor, bits: int) -> Tensor:
     return (words >> bits * places).bitwise_and_(2**bits - 1).view(-1)
 
 
-def in_stream(numbers: Tensor, bits: int) -> Tensor:
+def in_stream(integers: Tensor, bits: int) -> Tensor:
     """Return the stream of bytes that holds whole numbers of 2 to 8 bits."""
     if bits in (4, 8):
-        return in_bits(numbers, bits).view(-1)
+        return in_bits(integers, bits).view(-1)
     places = torch.arange(8)
-    words = (numbers.reshape(-1, 8).to(torch.int64) << bits * places).sum(1, keepdim=True)
+    words = (integers.reshape(-1, 8).to(torch.int64) << bits * places).sum(1, keepdim=True)
     return (words >> 8 * places[:bits]).bitwise_and_(255).to(torch.uint8).view(-1)
 
 
 def from_planes(raw: Tensor, bits: int) -> Tensor:
     """Return the whole numbers of 2 to 7 bits in bytes as SDNQ packs them, as uint8.
 
-    Some of the numbers that are packed together are in the lowest bits of a byte each; of the others, parts are above
+    Some of the values that are packed together are in the lowest bits of a byte each; of the others, parts are above
     them: the higher a part of the number, the later the byte.
     """
     if bits in (2, 4):
@@ -66,11 +66,11 @@ def from_planes(raw: Tensor, bits: int) -> Tensor:
         return (raw[:, None] >> places).bitwise_and_(2**bits - 1).view(-1)
     whole, packed = {3: (3, 8), 5: (5, 8), 6: (3, 4), 7: (7, 8)}[bits]
     words = raw.view(-1, whole)
-    numbers = words.new_zeros(len(words), packed)
+    integers = words.new_zeros(len(words), packed)
     for number, pieces in enumerate(PLANES[bits]):
         for byte, shift, mask, up in pieces:
-            numbers[:, number] |= (words[:, byte] >> shift & mask) << up
-    return numbers.view(-1)
+            integers[:, number] |= (words[:, byte] >> shift & mask) << up
+    return integers.view(-1)
 
 
 def from_rows(raw: Tensor, bits: int, *, dense: bool) -> Tensor:
@@ -84,12 +84,12 @@ def from_rows(raw: Tensor, bits: int, *, dense: bool) -> Tensor:
     return from_stream(padded, bits).view(len(raw), -1)
 
 
-def in_rows(numbers: Tensor, bits: int, nbytes: int, *, dense: bool) -> Tensor:
+def in_rows(integers: Tensor, bits: int, nbytes: int, *, dense: bool) -> Tensor:
     """Return the rows of bytes [rows, nbytes] that hold what `from_rows` returned."""
     if dense:
-        return in_stream(numbers, bits).view(len(numbers), -1)[:, :nbytes]
+        return in_stream(integers, bits).view(len(integers), -1)[:, :nbytes]
     each = 32 // bits
-    words = numbers.view(len(numbers), -1, each).to(torch.int64) << bits * torch.arange(each)
+    words = integers.view(len(integers), -1, each).to(torch.int64) << bits * torch.arange(each)
     return words.sum(2).to(torch.int32).view(torch.uint8)
 
 
@@ -107,22 +107,22 @@ def from_words(words: Tensor, bits: int) -> Tensor:
     return torch.bitwise_right_shift(words[..., None], shifts).bitwise_and(2**bits - 1)
 
 
-def indices(numbers: Sequence[int]) -> Tensor:
+def indices(integers: Sequence[int]) -> Tensor:
     """Return whole numbers as a tensor, for indexing."""
-    return torch.tensor(numbers)
+    return torch.tensor(integers)
 
 
 def repeated(groups: int, count: int) -> Tensor:
-    """Return the group of each of `count` numbers, in groups of one size."""
+    """Return the group of each of `count` values, in groups of one size."""
     return torch.arange(groups).repeat_interleave(count // groups)
 
 
 def divided(first: int, count: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Return row and column of `count` consecutive numbers of a matrix, from number `first` on."""
+    """Return row and column of `count` consecutive values of a matrix, from value `first` on."""
     return parted(torch.arange(first, first + count), cols)
 
 
-def parted(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def parted(integers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return quotients and remainders of whole numbers."""
-    whole = numbers // size
-    return whole, numbers - whole * size
+    whole = integers // size
+    return whole, integers - whole * size

@@ -1,6 +1,6 @@
 """Codes that choose from tables which were fitted to each weight, or whose scales were. They are read, never written.
 
-`Aqlm`: some numbers of a row are the sum of one entry of each codebook, times a scale of the row. Codes are stored in
+`Aqlm`: some values of a row are the sum of one entry of each codebook, times a scale of the row. Codes are stored in
 two's complement. `GroupedCodebook` (asym_w4a8_int8): 4 or 6 bits, a level of a table times a scale of its group,
 rounded to int8, times a scale of its row; rotated. `Columns` (awq_w4a16): (q − 8) · s + z with s and z for each group
 of columns, stored column by column.
@@ -11,19 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .base import CODES, Encoding, PartNumbers, finite
+from .base import CODES, Encoding, PartValues, finite
 from .scaled_codes import SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BOOK: Final = "book"
-"""Role of the numbers that codes choose from."""
+"""Role of the values that codes choose from."""
 
 ROW_SCALE: Final = "row"
 """Role of the scales of rows."""
 
-CODEBOOK_NUMBERS: Final = "a scale or a number of a table"
+CODEBOOK_VALUES: Final = "a scale or a number of a table"
 FITTED: Final = "its tables or scales were fitted to the old values"
 
 
@@ -34,21 +34,21 @@ class Aqlm(Encoding):
     cols: int = 0
     books: int = 1
     entries: int = 0  # of each codebook
-    width: int = 8  # numbers of an entry
+    width: int = 8  # values of an entry
     wide: bool = False  # whether a code takes two bytes
-    numbers: str = "F16"  # dtype of the codebooks
+    float_dtype: str = "F16"  # dtype of the codebooks
     scales: str = "F16"
     name: ClassVar[str] = "aqlm"
     decode_only: ClassVar[str] = FITTED
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return Σ book[q] · s in fp32."""
         import torch
 
         codes = parts[CODES].view(torch.int16 if self.wide else torch.int8).view(-1, self.books).long()
-        book = finite(parts[BOOK], CODEBOOK_NUMBERS).view(self.books, self.entries, self.width)
+        book = finite(parts[BOOK], CODEBOOK_VALUES).view(self.books, self.entries, self.width)
         values = sum(book[n][codes[:, n] % self.entries] for n in range(self.books))
-        scaled: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], CODEBOOK_NUMBERS)[:, None]  # type: ignore[union-attr]
+        scaled: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], CODEBOOK_VALUES)[:, None]  # type: ignore[union-attr]
         return scaled
 
 
@@ -69,7 +69,7 @@ class GroupedCodebook(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return round(level · s of the group) · s of the row in fp32, in the basis of the model."""
         from . import arithmetic, bit_packing
 
@@ -78,12 +78,10 @@ class GroupedCodebook(Encoding):
         if self.bits == 6:
             high = bit_packing.from_stream(raw[:, self.cols // 2 :].reshape(-1), 2)
             codes = codes | high.view(codes.shape).int() << 4
-        levels = finite(parts[BOOK], CODEBOOK_NUMBERS)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
+        levels = finite(parts[BOOK], CODEBOOK_VALUES)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
         group = parts[SCALE] if self.kind == "F32" else arithmetic.from_bytes(parts[SCALE], "F8_E4M3")
-        whole = levels.view(-1, self.size) * finite(group, CODEBOOK_NUMBERS).view(-1, 1)
-        values = (
-            whole.clamp(-127, 127).round().view(-1, self.cols) * finite(parts[ROW_SCALE], CODEBOOK_NUMBERS)[:, None]
-        )
+        whole = levels.view(-1, self.size) * finite(group, CODEBOOK_VALUES).view(-1, 1)
+        values = whole.clamp(-127, 127).round().view(-1, self.cols) * finite(parts[ROW_SCALE], CODEBOOK_VALUES)[:, None]
         return arithmetic.rotated(values.view(-1), self.rotation)
 
 
@@ -96,14 +94,14 @@ class Columns(Encoding):
     name: ClassVar[str] = "awq_w4a16"
     decode_only: ClassVar[str] = FITTED
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (q − 8) · s + z in fp32."""
         from . import arithmetic, bit_packing
 
         rows, cols = self.shape
         low, high = first // cols, (first + count) // cols
         scale, zero = (
-            finite(parts[role], CODEBOOK_NUMBERS).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO)
+            finite(parts[role], CODEBOOK_VALUES).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO)
         )
         codes = bit_packing.from_bits(parts[CODES].view(arithmetic.BYTE), 4).float()
         return (codes.view(high - low, scale.shape[1], -1) - 8) * scale + zero

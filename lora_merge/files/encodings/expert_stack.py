@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import StoredTensor
-from .base import CODES, DRAW, Encoding, OutOfRange, Packing, PartNumbers, WeightPart
+from .base import CODES, DRAW, Encoding, OutOfRange, Packing, PartValues, WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack(Encoding):
-    """The numbers of another encoding, matrix after matrix; `group` is the size of one."""
+    """The values of another encoding, matrix after matrix; `group` is the size of one."""
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
     name: ClassVar[str] = "stacked"
@@ -25,37 +25,37 @@ class ExpertStack(Encoding):
         """Rows and columns with one scale."""
         return self.inner.block_of_scale
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return the values in fp32."""
         import torch
 
         each = self._each(parts, count)
         return torch.cat([self.inner.decode(parts_of, 0, self.group).reshape(-1) for parts_of in each])
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues:
         """Return codes and scales; those of a matrix are fitted again if they do not cover it."""
         import torch
 
         matrices = []
-        for numbers, before in zip(values.view(-1, self.group), self._each(parts, values.numel()), strict=True):
-            new = self.inner.encode(numbers, before, 0)
+        for tensor, before in zip(values.view(-1, self.group), self._each(parts, values.numel()), strict=True):
+            new = self.inner.encode(tensor, before, 0)
             if new is None:
-                grown = self.inner.refit(before, float(numbers.abs().max()))
-                new = self.inner.encode(numbers, {**before, **grown}, 0)
+                grown = self.inner.refit(before, float(tensor.abs().max()))
+                new = self.inner.encode(tensor, {**before, **grown}, 0)
                 if new is None:
                     raise OutOfRange
                 new = {**new, **grown}
-            matrices.append({**{role: numbers for role, numbers in before.items() if role not in (CODES, DRAW)}, **new})
+            matrices.append({**{role: tensor for role, tensor in before.items() if role not in (CODES, DRAW)}, **new})
         stored = {
             role: [before[role].reshape(-1).view(parts[role].dtype) for before in matrices] for role in matrices[0]
         }
-        return {role: torch.cat(numbers) for role, numbers in stored.items()}
+        return {role: torch.cat(tensors) for role, tensors in stored.items()}
 
-    def _each(self, parts: PartNumbers, count: int) -> Iterator[dict[str, Tensor]]:
+    def _each(self, parts: PartValues, count: int) -> Iterator[dict[str, Tensor]]:
         """Yield the parts of every matrix."""
         matrices = count // self.group
         for n in range(matrices):
-            yield {role: numbers.view(matrices, -1)[n] for role, numbers in parts.items()}
+            yield {role: values.view(matrices, -1)[n] for role, values in parts.items()}
 
 
 def one_of(info: StoredTensor) -> StoredTensor:
@@ -68,8 +68,8 @@ def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, Stor
     if first is None:
         return None
     matrices = codes.shape[0]
-    numbers = first.encoding.count(codes.nbytes // matrices)
-    whole = {role: WeightPart(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
+    elements = first.encoding.count(codes.nbytes // matrices)
+    whole = {role: WeightPart(info, elements, info.nbytes // matrices) for role, info in parts.items()}
     inner = first.encoding
-    encoding = ExpertStack.shared(inner.unit, numbers, label=inner.label, inner=inner)
+    encoding = ExpertStack.shared(inner.unit, elements, label=inner.label, inner=inner)
     return Packing(encoding, codes, whole, first.marks)

@@ -21,7 +21,7 @@ from .base import (
     InvalidPart,
     OutOfRange,
     Packing,
-    PartNumbers,
+    PartValues,
     WeightPart,
     end_margin,
 )
@@ -34,7 +34,7 @@ WHOLE_SCALE: Final = "whole"
 """Role of the scale of the whole weight."""
 
 PRE: Final = "pre"
-"""Role of the numbers by which a layer multiplies its inputs: W = decoded · diag(p)."""
+"""Role of the values by which a layer multiplies its inputs: W = decoded · diag(p)."""
 
 LARGEST_CODE: Final = 6.0  # of e2m1
 LAST_STEP: Final = 2.0  # between the two largest codes
@@ -68,36 +68,36 @@ class Fp4(Encoding):
         """Whether weights that servers join need one scale of the whole weight; ComfyUI joins none."""
         return self.kind != E8M0 and not self.high_first
 
-    def fault(self, role: str, numbers: Sequence[float]) -> str:
+    def fault(self, role: str, values: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
-        bad = role == WHOLE_SCALE and not all(0 <= n < inf and (n or not self.divided) for n in numbers)
-        return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
+        bad = role == WHOLE_SCALE and not all(0 <= n < inf and (n or not self.divided) for n in values)
+        return f"its scale is not a positive number: {values[0]:g}" if bad else ""
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return e2m1 · s · g in fp32."""
         from . import arithmetic
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
         if WHOLE_SCALE in parts and not parts[WHOLE_SCALE].item() and bool(values.any()):
             raise InvalidPart(ALL_ZEROS)
-        numbers = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+        scaled = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         if PRE in parts:
-            return numbers.view(-1, self.cols).mul_(self._pre(parts))
-        return numbers.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else numbers
+            return scaled.view(-1, self.cols).mul_(self._pre(parts))
+        return scaled.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else scaled
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
-        """Return codes and scales of blocks; None if the scale of the whole weight does not cover the numbers."""
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+        """Return codes and scales of blocks; None if the scale of the whole weight does not cover the values."""
         from . import arithmetic
 
         count = values.numel()
         if self.needs_largest and not parts[WHOLE_SCALE].item():
             return None
-        # The numbers in the basis and order of the file.
+        # The values in the basis and order of the file.
         if self.turned:
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
         if PRE in parts:
@@ -118,7 +118,7 @@ class Fp4(Encoding):
                 stored = self._stored(scale if rows is None else old.index_copy(0, rows, scale), parts, count)
         return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
 
-    def _codes(self, blocks: Tensor, scale: Tensor, parts: PartNumbers) -> Tensor:
+    def _codes(self, blocks: Tensor, scale: Tensor, parts: PartValues) -> Tensor:
         """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
         from . import arithmetic, stochastic_rounding
         from .nearest_codes import e2m1_codes
@@ -128,8 +128,8 @@ class Fp4(Encoding):
             stochastic_rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels
         )
 
-    def _refitted(self, blocks: Tensor, old: Tensor, parts: PartNumbers) -> Tensor | None:
-        """Return the scales of blocks: the old ones, the same tensor, where all of them cover the numbers and are not
+    def _refitted(self, blocks: Tensor, old: Tensor, parts: PartValues) -> Tensor | None:
+        """Return the scales of blocks: the old ones, the same tensor, where all of them cover the values and are not
         too coarse. None if that of the weight does not cover them; OutOfRange if there is none."""
         import torch
 
@@ -149,7 +149,7 @@ class Fp4(Encoding):
             return old
         return torch.where(refit, self._fitted(largest.float() / LARGEST_CODE, whole, covered), old)
 
-    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
+    def refit(self, parts: PartValues, largest: float) -> PartValues:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
         import torch
 
@@ -167,17 +167,17 @@ class Fp4(Encoding):
             return arithmetic.power_above(ideal)
         ideal = (ideal / whole).clamp(2.0**-9, LARGEST_SCALE)
         codes = arithmetic.cut_to_fp8(ideal, "F8_E4M3")
-        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST_CODE  # among the smallest fp8 numbers
+        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST_CODE  # among the smallest fp8 values
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
-    def _pre(self, parts: PartNumbers) -> Tensor:
+    def _pre(self, parts: PartValues) -> Tensor:
         """Return the factors of the inputs in fp32; InvalidPart if one is not a positive number."""
         factors = parts[PRE].float()
         if not bool(((factors > 0) & (factors < inf)).all()):
             raise InvalidPart("a factor of its inputs is not a positive number")
         return factors
 
-    def _whole(self, parts: PartNumbers) -> float:
+    def _whole(self, parts: PartValues) -> float:
         if WHOLE_SCALE not in parts:
             return 1.0
         scale = parts[WHOLE_SCALE].item()
@@ -185,7 +185,7 @@ class Fp4(Encoding):
             raise InvalidPart(fault)
         return 1 / scale if self.divided else scale
 
-    def _scale(self, parts: PartNumbers, count: int) -> Tensor:
+    def _scale(self, parts: PartValues, count: int) -> Tensor:
         """Return the scale of each block, times that of the weight, in fp32; InvalidPart if one is negative or NaN."""
         from . import arithmetic
 
@@ -200,7 +200,7 @@ class Fp4(Encoding):
             raise InvalidPart("a scale is negative or not a number")
         return scale * self._whole(parts)
 
-    def _stored(self, scale: Tensor, parts: PartNumbers, count: int) -> Tensor:
+    def _stored(self, scale: Tensor, parts: PartValues, count: int) -> Tensor:
         """Return the scales of blocks as they are stored."""
         from . import arithmetic
 
@@ -214,7 +214,7 @@ class Fp4(Encoding):
 
 
 def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers of blocks over their scales, flat; a block of zeros may have the scale 0."""
+    """Return the values of blocks over their scales, flat; a block of zeros may have the scale 0."""
     import torch
 
     divisor = scale if len(scale) and float(scale.amin()) > 0 else torch.where(scale > 0, scale, inf)
@@ -271,10 +271,10 @@ def fp4(
         return None
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
-    # So many numbers are decoded together as share a scale, a row of factors, or a tile of scales.
+    # So many values are decoded together as share a scale, a row of factors, or a tile of scales.
     kind = "F8_E4M3" if nv else E8M0
     part = WeightPart(scale, TILE * cols, tiles) if swizzled else WeightPart(scale, size, 1)
-    together = part.numbers if swizzled else cols if of.pre is not None else size
+    together = part.group if swizzled else cols if of.pre is not None else size
     encoding = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
                       high_first=high_first, swizzled=swizzled, divided=divided, new_scales=new_scales,
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip

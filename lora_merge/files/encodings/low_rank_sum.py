@@ -1,6 +1,6 @@
 """Codes plus a product of two factors, perhaps rotated: W = (decoded + up · down) · H.
 
-`LowRank` adds the product to another encoding: the factors stay as they are, and what they leave of new numbers is
+`LowRank` adds the product to another encoding: the factors stay as they are, and what they leave of new values is
 encoded. `LowRankSums` holds codes of other bits and of convolutions; it is read, never written.
 """
 
@@ -12,7 +12,7 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...dtypes import ITEM_BYTES, Shape, StoredTensor
-from .base import CODES, SCALE_DTYPES, Encoding, Packing, PartNumbers, WeightPart, finite
+from .base import CODES, SCALE_DTYPES, Encoding, Packing, PartValues, WeightPart, finite
 from .scaled_codes import SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ DOWN: Final = "down"
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Encoding):
-    """The numbers of another encoding, plus a product, in a rotated basis or not."""
+    """The values of another encoding, plus a product, in a rotated basis or not."""
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
     cols: int = 0
@@ -40,7 +40,7 @@ class LowRank(Encoding):
         """Rows and columns with one scale."""
         return self.inner.block_of_scale
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (decoded + up · down) · H in fp32."""
         from . import arithmetic
 
@@ -48,7 +48,7 @@ class LowRank(Encoding):
         values = values + self._product(parts) if self.rank else values
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return codes and scales of what the product leaves."""
         from . import arithmetic
 
@@ -57,7 +57,7 @@ class LowRank(Encoding):
             values = (values.view(-1, self.cols) - self._product(parts)).view(-1)
         return self.inner.encode(values, parts, first)
 
-    def _product(self, parts: PartNumbers) -> Tensor:
+    def _product(self, parts: PartValues) -> Tensor:
         """Return up · down in fp32; InvalidPart if a factor is not finite."""
         up, down = (finite(parts[role], "a factor") for role in (UP, DOWN))
         return up.view(-1, self.rank) @ down.view(self.rank, -1)
@@ -88,8 +88,8 @@ class LowRankSums(Encoding):
         """Rows and columns with one scale."""
         return (1, self.shape[1]) if self.shape[2] == 1 else (0, 0)
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return the values in fp32."""
         import torch
 
         from . import arithmetic, bit_packing

@@ -1,4 +1,4 @@
-"""Finds the nearest codes of numbers, exactly, with one gather for each number: e2m1, and any table."""
+"""Finds the nearest codes of values, exactly, with one gather for each value: e2m1, and any table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 KEYS: Final = 2**16
 
 LOW: Final = 0xFFFF
-"""Numbers of fp32 are compared by their upper 16 bits first; a bucket of equal upper bits has 2**16 numbers."""
+"""Values of fp32 are compared by their upper 16 bits first; a bucket of equal upper bits has 2**16 values."""
 
 INFINITE: Final = 0x7F800000
 
@@ -31,14 +31,14 @@ NEAR_END: Final = 6.75
 LARGE: Final = 0x10
 
 BEYOND: Final = 0x40
-"""Numbers before they are rounded, and the marks of their codes from there on."""
+"""Values before they are rounded, and the marks of their codes from there on."""
 
 EACH: Final = 0x0101010101010101
 """A one in each byte of a word."""
 
 
 def nearest(levels: Tensor, table: Tensor) -> Tensor:
-    """Return, as bytes, the places of the nearest numbers of a table; of two equally near ones, that of the smaller."""
+    """Return, as bytes, the places of the nearest values of a table; of two equally near ones, that of the smaller."""
     ordered = table.sort()
     middles = (ordered.values[1:].to(levels.dtype) + ordered.values[:-1].to(levels.dtype)) / 2
     codes: Tensor = ordered.indices.to(torch.uint8)
@@ -50,7 +50,7 @@ def nearest(levels: Tensor, table: Tensor) -> Tensor:
 
 
 def ranks(values: Tensor, ends: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return how many of some ends, in order, are below each of flat numbers. `dtype`: a signed one that holds them.
+    """Return how many of some ends, in order, are below each of flat values. `dtype`: a signed one that holds them.
 
     A search for each number takes forty times as long.
     """
@@ -68,12 +68,12 @@ def _buckets(places: tuple[float, ...]) -> Tensor:
     """Return a number for each upper 16 bits of fp32. The upper bits of its sum with the bits of a number show how many
     ends are below that: n, or -1 - n for a negative number. Empty if a bucket has two ends.
 
-    If an end is inside a bucket, its lower bits are stored so that the sum carries for numbers beyond it: the bits
-    of negative numbers grow as these, and n, become smaller.
+    If an end is inside a bucket, its lower bits are stored so that the sum carries for values beyond it: the bits
+    of negative values grow as these, and n, become smaller.
     """
     ends, points = torch.tensor(places), torch.arange(KEYS, dtype=torch.int32) << 16
     first, last = (torch.bucketize(p.view(torch.float32), ends) for p in (points, points | LOW))
-    last = torch.where((points & INFINITE) == INFINITE, first, last)  # NaN next to the infinite numbers
+    last = torch.where((points & INFINITE) == INFINITE, first, last)  # NaN next to the infinite values
     if bool((first - last).abs().gt(1).any()):
         return torch.empty(0, dtype=torch.int32)
     negative, splits = points < 0, first != last
@@ -85,22 +85,22 @@ def _buckets(places: tuple[float, ...]) -> Tensor:
 
 @cached_table
 def _e2m1_codes() -> Tensor:
-    """Return the code for each upper bits of fp32, whether or not bits below are set; numbers beyond the range give the
-    largest. Marked are those of large numbers."""
+    """Return the code for each upper bits of fp32, whether or not bits below are set; values beyond the range give the
+    largest. Marked are those of large values."""
     places = torch.arange(1 << UPPER, dtype=torch.int32)
-    numbers = (places >> 1 << CUT | (places & 1) << CUT - 1).view(torch.float32)
-    size, codes = numbers.abs(), torch.zeros(len(places), dtype=torch.uint8)
+    values = (places >> 1 << CUT | (places & 1) << CUT - 1).view(torch.float32)
+    size, codes = values.abs(), torch.zeros(len(places), dtype=torch.uint8)
     for code, (middle, even) in enumerate(
         [(0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True)], 1
     ):
         codes[(size > middle) if even else (size >= middle)] = code  # a tie goes to the even code
-    codes |= numbers.signbit().to(torch.uint8) << 3
+    codes |= values.signbit().to(torch.uint8) << 3
     return torch.where(size >= NEAR_END, codes | BEYOND, torch.where(size >= HALF, codes | LARGE, codes))
 
 
 def marked_e2m1_codes(levels: Tensor) -> Tensor:
-    """Return the nearest 4-bit codes, ties to even, as bytes; numbers beyond the range become the largest. Upper bits
-    mark those of numbers from `HALF` on, and from `NEAR_END` on. The levels are overwritten.
+    """Return the nearest 4-bit codes, ties to even, as bytes; values beyond the range become the largest. Upper bits
+    mark those of values from `HALF` on, and from `NEAR_END` on. The levels are overwritten.
 
     By a table: sign, exponent and the first bits of the mantissa give the code, but for a tie, which no lower bit may
     follow. The sum of these bits, cut off and rounded up, gives both.

@@ -20,7 +20,7 @@ from .base import (
     Encoding,
     InvalidPart,
     Packing,
-    PartNumbers,
+    PartValues,
     WeightPart,
     end_margin,
     finite,
@@ -60,7 +60,7 @@ class PackedInts(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
         from . import arithmetic
 
@@ -78,7 +78,7 @@ class PackedInts(Encoding):
         ordered[:, order] = values
         return ordered
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return codes, scales and zero points."""
         import torch
 
@@ -90,7 +90,7 @@ class PackedInts(Encoding):
         order = self._order(parts)
         matrix = values.view(rows, self.cols)
         groups = self._groups(matrix if order is None else matrix[:, order])
-        # Their scales and zero points: the old ones if they cover the numbers.
+        # Their scales and zero points: the old ones if they cover the values.
         old, zero = self._scale(parts, rows), self._zero(parts, rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted((low, high), old, zero, parts)
@@ -135,13 +135,13 @@ class PackedInts(Encoding):
     def _groups(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(len(matrix), -1, self.size)
 
-    def _scale(self, parts: PartNumbers, rows: int) -> Tensor:
+    def _scale(self, parts: PartValues, rows: int) -> Tensor:
         scale = parts[SCALE].float().view(rows, -1, 1)
         if not bool(((scale >= 0) & (scale < inf)).all()):
             raise InvalidPart("a scale is not a positive number")
         return scale
 
-    def _zero(self, parts: PartNumbers, rows: int) -> Any:
+    def _zero(self, parts: PartValues, rows: int) -> Any:
         from . import bit_packing
 
         if not self.zeros:
@@ -165,7 +165,7 @@ class PackedInts(Encoding):
         stored = bit_packing.in_rows(codes, self.bits, raw.shape[1], dense=self.dense)
         return stored.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
-    def _order(self, parts: PartNumbers) -> Tensor | None:
+    def _order(self, parts: PartValues) -> Tensor | None:
         """Return the columns, group after group; InvalidPart if the groups have other sizes."""
         from . import bit_packing
 
@@ -176,8 +176,8 @@ class PackedInts(Encoding):
             raise InvalidPart("its weight_g_idx does not give every group as many columns")
         return order
 
-    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: PartNumbers) -> tuple[Tensor, Any]:
-        """Return scales and zero points: the old ones if they cover the numbers, else the smallest that do."""
+    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: PartValues) -> tuple[Tensor, Any]:
+        """Return scales and zero points: the old ones if they cover the values, else the smallest that do."""
         import torch
 
         from . import arithmetic
@@ -214,7 +214,7 @@ class TransposedInts(Encoding):
     name: ClassVar[str] = "gptq"
     decode_only: ClassVar[str] = "its grid was chosen with calibration data"
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (q - z) · s in fp32."""
         from . import arithmetic, bit_packing
 
@@ -253,8 +253,8 @@ class SharedByteInts(Encoding):
     name: ClassVar[str] = "halves"
     decode_only: ClassVar[str] = "rows that are far apart share its bytes"
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return the values in fp32."""
         from . import arithmetic, bit_packing
 
         codes = parts[CODES].view(arithmetic.BYTE)
@@ -270,7 +270,7 @@ class SharedByteInts(Encoding):
 def shared_byte_ints(
     codes: StoredTensor, scale: StoredTensor, zero: StoredTensor, group: int, **settings: Any
 ) -> Packing | None:
-    """Return how a weight of such codes is stored, `group` numbers in a row; None for scales of another dtype."""
+    """Return how a weight of such codes is stored, `group` values in a row; None for scales of another dtype."""
     if scale.dtype not in SCALE_DTYPES or zero.dtype not in SCALE_DTYPES:
         return None
     encoding = SharedByteInts.shared((1, 0), group, scales=scale.dtype, zeros=zero.dtype, **settings)

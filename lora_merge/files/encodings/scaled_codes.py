@@ -1,7 +1,7 @@
 """Codes of one byte, fp8 or whole numbers, times scales: W = (q − z) · s, the form of most quantised checkpoints.
 
 One scale belongs to the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
-Scales are kept if they cover the new numbers; each of the others is fitted again by itself.
+Scales are kept if they cover the new values; each of the others is fitted again by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor, flat
-from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNumbers, WeightPart, end_margin
+from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartValues, WeightPart, end_margin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ E8M0: Final = "E8M0"
 """Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
 
 SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
-"""Dtype of a tensor of scales → how its numbers are stored."""
+"""Dtype of a tensor of scales → how its values are stored."""
 
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
@@ -51,7 +51,7 @@ class ScaledTensors(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The form in which the scales are stored; "" if they are not numbers of a known kind."""
+        """The form in which the scales are stored; "" if they are not values of a known kind."""
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALE_STORAGE.get(self.scale.dtype, "")
 
 
@@ -79,24 +79,24 @@ class ScaledCodes(Encoding):
 
     @property
     def common(self) -> str:
-        """Role of the scale of the whole weight; "" if new numbers may need another."""
+        """Role of the scale of the whole weight; "" if new values may need another."""
         return "" if self.block[0] or self.new_scales else SCALE
 
-    def factor_of(self, parts: PartNumbers) -> float:
-        """Return the scale of the whole weight; 1 for numbers in units of it."""
+    def factor_of(self, parts: PartValues) -> float:
+        """Return the scale of the whole weight; 1 for values in units of it."""
         return float(self._scale(parts, 0) * self.factor) if SCALE in parts else 1.0
 
-    def fault(self, role: str, numbers: Sequence[float]) -> str:
+    def fault(self, role: str, values: Sequence[float]) -> str:
         """Return the reason why a scale is invalid; "" if it is valid."""
-        bad = role == SCALE and not all(0 <= n < inf for n in numbers)
-        return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
+        bad = role == SCALE and not all(0 <= n < inf for n in values)
+        return f"its scale is not a positive number: {values[0]:g}" if bad else ""
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
         """Rows and columns with one scale."""
         return self.block
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
         from . import arithmetic
 
@@ -120,7 +120,7 @@ class ScaledCodes(Encoding):
         values = self._flat(blocks.mul_(self._spread(scale, count)), count)
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return codes, scales and zero points; None if one scale for the whole weight does not cover it."""
         import torch
 
@@ -138,7 +138,7 @@ class ScaledCodes(Encoding):
                 if not (bottom <= float(least) and float(most) <= top):
                     return None
             drawn = self._drawn(levels, parts)
-            if self.new_scales:  # the scale was made for the largest of all numbers
+            if self.new_scales:  # the scale was made for the largest of all values
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
             codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
             return None if codes is None else {CODES: codes}
@@ -161,7 +161,7 @@ class ScaledCodes(Encoding):
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
 
     def _levels(self, blocks: Tensor, scale: Tensor) -> Tensor:
-        """Return the numbers of blocks over their scales; 0 if a scale is 0."""
+        """Return the values of blocks over their scales; 0 if a scale is 0."""
         import torch
 
         return blocks / (torch.where(scale > 0, scale, inf).to(blocks.dtype) * self.factor)
@@ -175,7 +175,7 @@ class ScaledCodes(Encoding):
             return -size, size
         return blocks.amin((2, 4)), blocks.amax((2, 4))
 
-    def _drawn(self, levels: Tensor, parts: PartNumbers) -> Tensor:
+    def _drawn(self, levels: Tensor, parts: PartValues) -> Tensor:
         """Return the levels, those of stochastic rounding if draws are given."""
         from . import stochastic_rounding
 
@@ -185,7 +185,7 @@ class ScaledCodes(Encoding):
             return stochastic_rounding.to_integers(levels, parts[DRAW]).clamp_(*self.ends)
         return stochastic_rounding.to_floats(levels, self.dtype, parts[DRAW])
 
-    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
+    def refit(self, parts: PartValues, largest: float) -> PartValues:
         """Return the scale at which the largest magnitude becomes the largest code."""
         import torch
 
@@ -200,7 +200,7 @@ class ScaledCodes(Encoding):
         """The largest code."""
         return DTYPE_ROWS[self.dtype].largest or float(self.ends[1])
 
-    def _covered(self, parts: PartNumbers) -> tuple[float, float]:
+    def _covered(self, parts: PartValues) -> tuple[float, float]:
         """Return the lowest and the highest level of the codes."""
         margin = end_margin(parts)
         if self.dtype == "I8":
@@ -208,7 +208,7 @@ class ScaledCodes(Encoding):
         top = self._limit + 2 * margin * (DTYPE_ROWS[self.dtype].room - self._limit)
         return -top, top
 
-    def _scale(self, parts: PartNumbers, count: int) -> Any:
+    def _scale(self, parts: PartValues, count: int) -> Any:
         """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is negative or not a
         number."""
         from . import arithmetic
@@ -242,22 +242,22 @@ class ScaledCodes(Encoding):
         return matrices.view(len(matrices), -(-rows // high), high, -(-cols // wide), wide)
 
     def _flat(self, blocks: Tensor, count: int) -> Tensor:
-        """Return the numbers of `_blocks` in their order, without the padding."""
+        """Return the values of `_blocks` in their order, without the padding."""
         matrices, _, high, _, _ = blocks.shape
         cols = self.shape[1]
         rows = count // cols // matrices
         whole = blocks.reshape(matrices, blocks.shape[1] * high, -1)
         return whole[:, :rows, :cols].reshape(-1)
 
-    def _spread(self, numbers: Tensor, count: int) -> Tensor:
+    def _spread(self, values: Tensor, count: int) -> Tensor:
         """Return one number for each block in a shape that fits `_blocks`."""
         (rows, cols), (high, _) = self.shape, self.block
         total = count // cols
         matrices = total // rows if rows % high and total % rows == 0 else 1
-        return numbers.view(matrices, -1, 1, self._columns, 1)
+        return values.view(matrices, -1, 1, self._columns, 1)
 
-    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: PartNumbers) -> Tensor:
-        """Return the scales: the old ones if they cover the numbers, else the smallest that do."""
+    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: PartValues) -> Tensor:
+        """Return the scales: the old ones if they cover the values, else the smallest that do."""
         import torch
 
         from . import arithmetic
@@ -279,9 +279,9 @@ class ScaledCodes(Encoding):
         return torch.where((over | coarse) & (new > 0), new, old)
 
     def _fitted_with_zero(
-        self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: PartNumbers
+        self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: PartValues
     ) -> tuple[Tensor, Tensor]:
-        """Return scales and zero points: the old ones if they cover the numbers."""
+        """Return scales and zero points: the old ones if they cover the values."""
         import torch
 
         from . import arithmetic
@@ -330,21 +330,21 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
     if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1 and rows % TILE):
         return None
-    # Consecutive numbers of the weight, and the scales that belong to them.
+    # Consecutive values of the weight, and the scales that belong to them.
     up, across, whole = -(-rows // block[0]), -(-cols // block[1]), rows % block[0] == 0
-    numbers, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
+    elements, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
     count = matrices * up * across
     if swizzled:
-        numbers, scales = TILE * cols, TILE * -(-across // 4) * 4
+        elements, scales = TILE * cols, TILE * -(-across // 4) * 4
         count = matrices * -(-rows // TILE) * scales
     zeros = of.zero.dtype if of.zero is not None else ""
     if size != count or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != count)):
         return None
-    # The parts, and the numbers that are decoded together.
-    parts = {SCALE: WeightPart(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
+    # The parts, and the values that are decoded together.
+    parts = {SCALE: WeightPart(of.scale, elements, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
-        parts[ZERO] = WeightPart(of.zero, numbers, scales)
-    encoding = ScaledCodes.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
+        parts[ZERO] = WeightPart(of.zero, elements, scales)
+    encoding = ScaledCodes.shared((1, 1), lcm(elements, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
     return Packing(encoding, of.codes, parts, of.marks)
 
 

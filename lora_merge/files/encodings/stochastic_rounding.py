@@ -1,7 +1,7 @@
 """Stochastic rounding: a number becomes one of its two neighbours, the nearer one more often, so that sums stay right.
 
 The mean of many draws is the number, up to the largest number of a dtype and the outermost codes of a scale. Scales
-cover their numbers up to there alone (`base.end_margin`); what a plain dtype cuts to its largest number stays that.
+cover their values up to there alone (`base.end_margin`); what a plain dtype cuts to its largest value stays that.
 
 The draws depend on the tensor's name, the seed and the place of the number alone, not on windows, threads or devices.
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Draw: TypeAlias = "Callable[[str, int, int], Tensor]"
 """(name of a tensor, first number, count) → uniform numbers in [0, 1), in fp32."""
 
-ROUNDED_NUMBERS: Final = 2**20
-"""Numbers that are rounded at once."""
+ROUNDED_VALUES: Final = 2**20
+"""Values that are rounded at once."""
 
 GOLDEN_RATIO: Final = 0x9E3779B97F4A7C15 - 2**64
 
@@ -46,7 +46,7 @@ def draws(seed: int) -> Draw:
 
 
 def to_floats(values: Tensor, dtype: str, uniform: Tensor) -> Tensor:
-    """Return numbers of a dtype, held in fp32, above or below each value; no largest one becomes infinite."""
+    """Return values of a dtype, held in fp32, above or below each value; no largest one becomes infinite."""
     row = DTYPE_ROWS[dtype]
     values, cut = values.float().contiguous(), 24 - row.significand
     bits, mask = values.view(torch.int32), (1 << cut) - 1
@@ -63,13 +63,13 @@ def to_floats(values: Tensor, dtype: str, uniform: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, dtype: str, draw: Callable[[int, int], Tensor], at: int) -> Tensor:
-    """Return what `to_floats` does, of numbers in any shape, some at a time: their draws take many times their memory.
+    """Return what `to_floats` does, of values in any shape, some at a time: their draws take many times their memory.
     `draw`: (first, count) → uniform numbers. `at`: the place of the first number."""
     rounded_values = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     flat, into = values.reshape(-1), rounded_values.view(-1)
-    for first in range(0, len(flat), ROUNDED_NUMBERS):
-        some = flat[first : first + ROUNDED_NUMBERS]
-        into[first : first + ROUNDED_NUMBERS] = to_floats(some, dtype, draw(at + first, len(some)))
+    for first in range(0, len(flat), ROUNDED_VALUES):
+        some = flat[first : first + ROUNDED_VALUES]
+        into[first : first + ROUNDED_VALUES] = to_floats(some, dtype, draw(at + first, len(some)))
     return rounded_values
 
 
@@ -79,7 +79,7 @@ def to_integers(values: Tensor, uniform: Tensor) -> Tensor:
 
 
 def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
-    """Return numbers of a table above or below each value; the outermost ones beyond its ends."""
+    """Return values of a table above or below each value; the outermost ones beyond its ends."""
     from .nearest_codes import ranks
 
     pairs, values = _neighbours(tuple(table.tolist())), values.float()
@@ -91,7 +91,7 @@ def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
 
 @cached_table
 def _neighbours(table: tuple[float, ...]) -> Tensor:
-    """Return [3, n + 1] for a table of n different numbers: what they are, times -1, in order; and for each count of
+    """Return [3, n + 1] for a table of n different values: what they are, times -1, in order; and for each count of
     them above a value its neighbours in the table."""
     levels = torch.tensor(table, dtype=torch.float32).sort().values
     ends = levels[torch.nn.functional.pad(levels[1:] > levels[:-1], (1, 0), value=1)]  # there may be two zeros

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, InvalidPart, PartNumbers, end_margin
+from .base import CODES, DRAW, Encoding, InvalidPart, PartValues, end_margin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +24,9 @@ REFIT_BELOW: Final = 0.8  # share of a block's scale below which it is fitted ag
 
 @dataclass(frozen=True, eq=False)
 class TableCodes(Encoding):
-    """4-bit codes by a table, times a scale for each block of consecutive numbers."""
+    """4-bit codes by a table, times a scale for each block of consecutive values."""
 
-    size: int = 64  # numbers with one scale
+    size: int = 64  # values with one scale
     nested: int = 0  # scales with one scale; 0 without double quantisation
     offset: float = 0.0
     name: ClassVar[str] = "bnb4"
@@ -38,7 +38,7 @@ class TableCodes(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""
         from . import arithmetic
 
@@ -50,14 +50,14 @@ class TableCodes(Encoding):
             values[whole:].mul_(scale[-1])
         return values
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
         """Return codes and scales."""
         import torch
 
         from . import arithmetic, stochastic_rounding
         from .nearest_codes import nearest
 
-        # The blocks whose scales do not cover their numbers, or are too coarse.
+        # The blocks whose scales do not cover their values, or are too coarse.
         count = values.numel()
         ragged = -count % self.size
         padded = (torch.nn.functional.pad(values, (0, ragged)) if ragged else values).view(-1, self.size)
@@ -74,7 +74,7 @@ class TableCodes(Encoding):
         codes = nearest(levels, parts[MAP])[: count + count % 2]
         return {CODES: arithmetic.in_halves(codes, high_first=True), **scales}
 
-    def _scale(self, parts: PartNumbers) -> Tensor:
+    def _scale(self, parts: PartValues) -> Tensor:
         """Return the scale of each block; InvalidPart if one is negative or not finite, or for a bad map."""
         scale = parts[ABSMAX]
         for table in (parts[role] for role in (MAP, NESTED_MAP) if role in parts):
@@ -89,9 +89,9 @@ class TableCodes(Encoding):
         return scale
 
     def _fitted(
-        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartNumbers
+        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartValues
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return scales as stored and as numbers: the old ones if they cover the numbers, else new ones."""
+        """Return scales as stored and as values: the old ones if they cover the values, else new ones."""
         import torch
         from torch.nn.functional import pad
 
@@ -120,14 +120,14 @@ class TableCodes(Encoding):
 
 @dataclass(frozen=True, eq=False)
 class Fnuz(Encoding):
-    """Numbers of one of these dtypes."""
+    """Values of one of these dtypes."""
 
     dtype: str = ""
     name: ClassVar[str] = "fnuz"
     decode_only: ClassVar[str] = "only some AMD devices have these values"
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers in fp32."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return the values in fp32."""
         from . import arithmetic
 
         values = arithmetic.byte_values(self.dtype).index_select(0, parts[CODES].view(arithmetic.BYTE).int())

@@ -31,7 +31,7 @@ FORMATS: Final[tuple[Callable[[Checkpoint], Iterable[WeightClaim]], ...]] = (
     gptq.claim, aqlm.claim, mlx.claim, torchao.claim, quanto.claim, hqq.claim, sdnq.claim, musubi.claim, fnuz.claim,
 )  # fmt: skip
 """Functions that yield the weights that a format reads; the first claim of a weight counts. All other tensors are
-plain numbers."""
+plain values."""
 
 
 def recognised(

@@ -1,4 +1,4 @@
-"""AQLM: numbers of a row as sums of entries of codebooks.
+"""AQLM: values of a row as sums of entries of codebooks.
 
 https://github.com/Vahe1994/AQLM inference_lib/src/aqlm/utils.py.
 """
@@ -16,11 +16,11 @@ from ..encodings.scaled_codes import SCALE
 from .base import Checkpoint, WeightClaim, claimed
 
 BOOKS: Final = 1 << 24
-"""Numbers of all codebooks of a weight; released models have at most half a million."""
+"""Values of all codebooks of a weight; released models have at most half a million."""
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
-    """Yield the weights of AQLM whose entries are numbers of one row."""
+    """Yield the weights of AQLM whose entries are values of one row."""
     for stem in checkpoint.stems("codebooks") if checkpoint.config.get("quant_method") == "aqlm" else ():
         codes, scale = checkpoint.get(stem, "codes"), checkpoint.get(stem, "scales")
         book = checkpoint.tensors[f"{stem}.codebooks"]
@@ -35,6 +35,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         cols, size = across * width, books * ITEM_BYTES[codes.dtype]
         encoding = Aqlm.shared((width, size), cols, cols=cols, books=books, entries=entries, width=width,
-                         wide=codes.dtype == "I16", numbers=book.dtype, scales=scale.dtype, label="AQLM")  # fmt: skip
+                               wide=codes.dtype == "I16", float_dtype=book.dtype, scales=scale.dtype,
+                               label="AQLM")  # fmt: skip
         parts = {BOOK: WeightPart(book), SCALE: WeightPart(scale, cols, ITEM_BYTES[scale.dtype])}
         yield claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))

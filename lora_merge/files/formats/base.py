@@ -1,7 +1,7 @@
 """What a format sees of a checkpoint, the weights that it claims, and the new tensors that it writes.
 
 A format reads by a function `claim`: Checkpoint → the weights that it knows. It writes by functions from a tensor of
-plain numbers to a `NewWeight`. The bytes of new tensors are zeros, or constants; a merge writes codes and scales over
+plain values to a `NewWeight`. The bytes of new tensors are zeros, or constants; a merge writes codes and scales over
 them.
 """
 
@@ -25,7 +25,7 @@ NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fift
 
 CODES_ALIGNMENT: Final = 8
 """The codes of a weight, and the tensors next to them, take a multiple of so many bytes, so that what follows them in
-the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
+the file begins at a multiple of its own values' size; a plan puts what does not at the end of the file."""
 
 
 class WeightClaim(NamedTuple):
@@ -98,7 +98,7 @@ class SizedTensor(Protocol):
 
 
 def fills_words(tensors: Iterable[SizedTensor]) -> bool:
-    """Return whether tensors behind each other each begin at a multiple of their numbers' size, and so does what
+    """Return whether tensors behind each other each begin at a multiple of their values' size, and so does what
     follows."""
     at = 0
     for tensor in tensors:

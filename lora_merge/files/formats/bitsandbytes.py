@@ -28,7 +28,7 @@ NF4: Final = (
 )  # fmt: skip
 """bitsandbytes' table: quantiles of a normal distribution. Dettmers et al. 2023, arXiv:2305.14314, appendix E."""
 
-FLAT: Final = 64  # numbers with one scale, of nf4
+FLAT: Final = 64  # values with one scale, of nf4
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
@@ -44,7 +44,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         if codes is None or codes.dtype != "I8" or scale.shape != codes.shape[:1]:
             continue
         if form is not None and (form.nbytes != 1 or read_bytes(form) != b"\0"):
-            continue  # an old order of the numbers, for one kind of device
+            continue  # an old order of the values, for one kind of device
         of = ScaledTensors(codes, scale, "bitsandbytes int8", checkpoint.present(stem, "weight_format"))
         if packing := scaled(of, factor=1 / 127, ends=(-127, 127)):
             yield claimed(codes, codes.name, codes.shape, packing)

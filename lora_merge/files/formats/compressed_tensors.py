@@ -178,9 +178,9 @@ def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
     return claimed(codes, name, (rows, cols), Packing(encoding, codes, parts, of.marks))
 
 
-def _words(numbers: int, bits: int, *, dense: bool) -> int:
+def _words(elements: int, bits: int, *, dense: bool) -> int:
     """Return how many words hold so many codes."""
-    return -(-numbers * bits // WORD) if dense else -(-numbers // (WORD // bits))
+    return -(-elements * bits // WORD) if dense else -(-elements // (WORD // bits))
 
 
 def _shape(info: StoredTensor | None) -> tuple[int, ...]:

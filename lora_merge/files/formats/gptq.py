@@ -1,7 +1,7 @@
 """GPTQ and AWQ: whole numbers packed into words, the weight stored as its transpose. They are read, never written.
 
 auto-round writes GPTQ's tensors too. Codes of 3 bits are a stream: three words hold 32 of them.
-Both chose their grids with calibration data; new numbers would need them again.
+Both chose their grids with calibration data; new values would need them again.
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ awq/utils/packing_utils.py.
 """
 
@@ -18,7 +18,7 @@ from .base import Checkpoint, WeightClaim, claimed
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
-    """Yield the weights of GPTQ and AWQ folders; but none whose numbers are in the order of a kernel."""
+    """Yield the weights of GPTQ and AWQ folders; but none whose values are in the order of a kernel."""
     config = checkpoint.config
     method = config.get("quant_method")
     if (method, config.get("packing_format")) == ("auto-round", "auto_round:auto_gptq"):

@@ -54,7 +54,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
         return None
     each = ITEM_BYTES[scale.dtype]
     parts = {role: WeightPart(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}
-    encoding = affine(size, bits=bits, numbers=scale.dtype, label=f"mlx {bits} bit")
+    encoding = affine(size, bits=bits, float_dtype=scale.dtype, label=f"mlx {bits} bit")
     return claimed(codes, codes.name, shape, Packing(encoding, codes, parts))
 
 

@@ -21,7 +21,7 @@ MARKS: Final = frozenset({"scaled_fp8", "comfy_quant", "weight_packed"})
 """Last names of tensors of other formats."""
 
 REQUIRED_TENSORS: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
-"""Tensors without which such a weight would be other numbers."""
+"""Tensors without which such a weight would be other values."""
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:

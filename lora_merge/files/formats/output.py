@@ -1,4 +1,4 @@
-"""The formats of `--dtype`: how a matrix that the base holds as plain numbers is stored in an output.
+"""The formats of `--dtype`: how a matrix that the base holds as plain values is stored in an output.
 
 Single files are written as ComfyUI reads them, with a JSON next to each weight, or as Forge reads nf4; folders as
 transformers reads them, with a section in config.json.

@@ -37,7 +37,7 @@ ROTATED: Final = 256
 """Columns that are rotated together at most, where the configuration does not say it."""
 
 PACKED_BYTES: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
-"""Bits of a code → numbers that are packed together, and their bytes."""
+"""Bits of a code → values that are packed together, and their bytes."""
 
 
 class SdnqTensors(NamedTuple):
@@ -146,7 +146,7 @@ def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None,
         )
     else:
         parts = {SCALE: WeightPart(scale, size, each), BIAS: WeightPart(zero, size, each)}
-        encoding = affine(size, bits=bits, numbers=scale.dtype, label=f"SDNQ {kind}")
+        encoding = affine(size, bits=bits, float_dtype=scale.dtype, label=f"SDNQ {kind}")
     return claimed(codes, codes.name, (rows, cols), Packing(encoding, codes, parts))
 
 
@@ -173,11 +173,11 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
         return None
     # Channels, and places of the kernel, by the number of the codes.
     (rows, groups), kernel = form, scale.shape[2 + (len(scale.shape) > 2 and scale.shape[1] > 1) :]
-    numbers, size = (1, 1) if bits == 8 else PACKED_BYTES[bits]
-    places, total = prod(kernel), codes.nbytes // size * numbers
+    elements, size = (1, 1) if bits == 8 else PACKED_BYTES[bits]
+    places, total = prod(kernel), codes.nbytes // size * elements
     channels = total // (rows * places)
     cols = channels * places
-    if codes.nbytes % size or rows * cols != total or not channels or channels % groups or cols % numbers:
+    if codes.nbytes % size or rows * cols != total or not channels or channels % groups or cols % elements:
         return None
     # The codes must be stored in the dtype and shape of their type.
     shape = (rows, *((groups, channels // groups) if groups > 1 else (channels,)), *kernel)
@@ -188,7 +188,7 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
     if rotation is None or (rotation and kernel) or not of.factors.fit(rows, cols):
         return None
     encoding = LowRankSums.shared(
-        (numbers, size), lcm(cols, numbers), dtype=codes.dtype if bits == 8 else "", bits=bits,
+        (elements, size), lcm(cols, elements), dtype=codes.dtype if bits == 8 else "", bits=bits,
         lowest=-(2 ** (bits - 1)) if signed and bits < 8 else 0, shape=(groups, channels // groups, places), rank=rank,
         rotation=rotation, scales=scale.dtype, label=f"SDNQ {of.kind}",
         factors=of.factors.up.dtype if of.factors.up else "F32",

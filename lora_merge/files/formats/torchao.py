@@ -1,4 +1,4 @@
-"""Weights of torchao as transformers saves them: numbers of few bits, row by row.
+"""Weights of torchao as transformers saves them: values of few bits, row by row.
 
 `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and, with zero points, `L._weight_zero_point`; an entry
 `L.weight` of the metadata says of which class the weight is and which block of it shares a scale. The scales of

@@ -66,7 +66,7 @@ OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 NO_VALUE: Final = ("", "none", "null", "false")
 
 ORDER_ENTRIES: Final = ("version", "checkpoint_format", "packing_format")
-"""Entries of a section on quantisation on the order of the numbers."""
+"""Entries of a section on quantisation on the order of the values."""
 
 SHOWN_CHARACTERS: Final = 80
 """Characters of an entry of a configuration that a message shows."""

@@ -92,7 +92,7 @@ def adapter_tensors(
     return named
 
 
-def with_numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def with_plain_values(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of an adapter under other names than llama.cpp's, quantised ones in fp32."""
     quantised = ENCODED_TYPES | DECODED_ONLY_TYPES
     return {name: _decoded(info) if info.dtype in quantised else info for name, info in tensors.items()}

@@ -193,7 +193,7 @@ def half(blocks: Tensor, at: int) -> Tensor:
 
 
 def put_half(blocks: Tensor, at: int, values: Tensor) -> None:
-    """Write numbers that f16 holds exactly."""
+    """Write values that f16 holds exactly."""
     blocks[:, at : at + 2] = values.to(torch.float16).view(torch.uint8).reshape(-1, 2)
 
 

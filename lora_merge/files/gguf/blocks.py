@@ -1,6 +1,6 @@
-"""The types of GGUF whose numbers are level · scale − shift: their levels, scales, decoding and encoding.
+"""The types of GGUF whose values are level · scale − shift: their levels, scales, decoding and encoding.
 
-Scale and shift belong to a sub-block. New numbers keep the scales of every sub-block whose range still covers them, up
+Scale and shift belong to a sub-block. New values keep the scales of every sub-block whose range still covers them, up
 to half a step beyond its ends; the others get the smallest scales that do. So every number is within half a step of
 what was merged, and blocks that an adapter hardly changes get no second error. Imported when weights are decoded.
 """
@@ -30,7 +30,7 @@ IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 """Levels of IQ4_NL and IQ4_XS. ggml-common.h, kvalues_iq4nl."""
 
 FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Levels of MXFP4: twice the numbers of e2m1."""
+"""Levels of MXFP4: twice the values of e2m1."""
 
 FP8_LARGEST: Final = 448.0
 F16_LARGEST: Final = 65504.0
@@ -87,7 +87,7 @@ class CodeLevels:
 
 @cached_table
 def _nearest(table: tuple[int, ...]) -> Tensor:
-    """Return the code of the nearest level for n/2 to (n + 1)/2, n from -256 to 255: all middles are such numbers."""
+    """Return the code of the nearest level for n/2 to (n + 1)/2, n from -256 to 255: all middles are such values."""
     order = sorted({level: code for code, level in reversed([*enumerate(table)])}.items())
     levels = torch.tensor([float(level) for level, _ in order])
     codes = torch.tensor([code for _, code in order], dtype=torch.uint8)
@@ -111,7 +111,7 @@ class BlockScales(NamedTuple):
         return self.d if self.sc is None else self.d * self.sc
 
     def shift(self) -> Tensor | None:
-        """Return what is subtracted from the numbers of every sub-block."""
+        """Return what is subtracted from the values of every sub-block."""
         if self.m is None:
             return None
         return -self.m if self.mn is None else self.m * self.mn
@@ -126,7 +126,7 @@ class BlockType(NamedTuple):
     one_byte: str = ""  # how scales of one byte are stored: as powers of two (E8M0), or as fp8 (F8_E4M3)
 
     def fields(self, blocks: Tensor) -> BlockScales:
-        """Return the scales; InvalidPart for those that are not finite numbers."""
+        """Return the scales; InvalidPart for those that are not finite values."""
         layout = self.layout
         if layout.d is None:
             raw = blocks[:, : layout.subs]
@@ -185,11 +185,11 @@ BLOCK_KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
     "TQ1_0": _kind("TQ1_0", CodeLevels(-1, -1, 1)),
     "TQ2_0": _kind("TQ2_0", CodeLevels(-1, -1, 1)),
 })  # fmt: skip
-"""Type → how its numbers are made."""
+"""Type → how its values are made."""
 
 
 def decode(name: str, raw: Tensor) -> Tensor:
-    """Return the numbers of blocks, flat, in fp32; InvalidPart for scales that are not finite. `raw`: u8, flat."""
+    """Return the values of blocks, flat, in fp32; InvalidPart for scales that are not finite. `raw`: u8, flat."""
     kind = BLOCK_KINDS[name]
     blocks = raw.reshape(-1, kind.layout.size)
     fields = kind.fields(blocks)
@@ -199,29 +199,29 @@ def decode(name: str, raw: Tensor) -> Tensor:
 
 
 def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Return blocks of new numbers, flat, u8. `values`: flat, finite; `raw`: the blocks before the change; `uniform`:
+    """Return blocks of new values, flat, u8. `values`: flat, finite; `raw`: the blocks before the change; `uniform`:
     draws for stochastic rounding.
 
-    Raises OutOfRange for numbers that the type cannot hold.
+    Raises OutOfRange for values that the type cannot hold.
     """
     kind = BLOCK_KINDS[name]
     old = raw.reshape(-1, kind.layout.size)
-    numbers, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
+    sub_blocks, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
     if uniform is not None or not bool(fields.d.any()):
-        return _encoded(kind, numbers, old, fields, uniform).reshape(-1)
+        return _encoded(kind, sub_blocks, old, fields, uniform).reshape(-1)
     # Nearly all blocks keep their scales, as their levels show; the others are read one sub-block at a time.
-    levels, new = _levels(numbers, fields.scale(), fields.shift()), old.clone()
+    levels, new = _levels(sub_blocks, fields.scale(), fields.shift()), old.clone()
     rows = _doubtful(kind.levels, levels, fields)
     kind.layout.put_codes(kind.levels.nearest(levels), new)
     if len(rows):
-        new[rows] = _encoded(kind, numbers[rows], old[rows], fields.at(rows), None)
+        new[rows] = _encoded(kind, sub_blocks[rows], old[rows], fields.at(rows), None)
     return new.reshape(-1)
 
 
-def _encoded(kind: BlockType, numbers: Tensor, old: Tensor, fields: BlockScales, uniform: Tensor | None) -> Tensor:
-    """Return new blocks [blocks, bytes] of numbers [blocks, sub-blocks, elements]. `fields`: the scales of the old."""
-    new, room = old.clone(), torch.empty_like(numbers)
-    low, high = ends_of_each(numbers, room)
+def _encoded(kind: BlockType, values: Tensor, old: Tensor, fields: BlockScales, uniform: Tensor | None) -> Tensor:
+    """Return new blocks [blocks, bytes] of values [blocks, sub-blocks, elements]. `fields`: the scales of the old."""
+    new, room = old.clone(), torch.empty_like(values)
+    low, high = ends_of_each(values, room)
     scale, shift = fields.scale(), fields.shift()
     margin = 0.5 if uniform is None else BARELY
     covered = _covers(kind.levels, scale, shift, (low, high), margin)
@@ -234,18 +234,18 @@ def _encoded(kind: BlockType, numbers: Tensor, old: Tensor, fields: BlockScales,
         if shift is not None and (part := refitted.shift()) is not None:
             shift = shift.expand(covered.shape).clone()
             shift[rows] = part
-    levels = _levels(numbers, scale, shift, room)
+    levels = _levels(values, scale, shift, room)
     codes = kind.levels.nearest(levels) if uniform is None else kind.levels.drawn(levels, uniform.view(levels.shape))
     kind.layout.put_codes(codes, new)
     return new
 
 
-def _levels(numbers: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor | None = None) -> Tensor:
+def _levels(values: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor | None = None) -> Tensor:
     """Return (number + shift) / scale, which `CodeLevels` rounds to codes; `room`: a tensor for the result."""
-    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(numbers.dtype)  # 0 / inf is code 0
+    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(values.dtype)  # 0 / inf is code 0
     if shift is None:
-        return torch.div(numbers, divisor, out=room)
-    return torch.add(numbers, shift.unsqueeze(-1), out=room).div_(divisor)
+        return torch.div(values, divisor, out=room)
+    return torch.add(values, shift.unsqueeze(-1), out=room).div_(divisor)
 
 
 def _doubtful(levels: CodeLevels, new: Tensor, fields: BlockScales) -> Tensor:
@@ -271,8 +271,8 @@ def _open_rows(covered: Tensor) -> Tensor | slice | None:
 def _covers(
     levels: CodeLevels, scale: Tensor, shift: Tensor | None, of: tuple[Tensor, Tensor], margin: float
 ) -> Tensor:
-    """Return which sub-blocks hold their numbers with at most half a step of error. `of`: their smallest and largest
-    numbers. `margin`: steps by which a number may be beyond the ends, see `end_margin`."""
+    """Return which sub-blocks hold their values with at most half a step of error. `of`: their smallest and largest
+    values. `margin`: steps by which a value may be beyond the ends, see `end_margin`."""
     (low, high), (below, above) = of, levels.gaps
     ends = scale * (levels.low - margin * below), scale * (levels.high + margin * above)
     if shift is not None:
@@ -283,7 +283,7 @@ def _covers(
 def _refitted(
     kind: BlockType, old: BlockScales, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float
 ) -> BlockScales:
-    """Return scales that cover the numbers from low to high; those that are covered keep theirs if they can."""
+    """Return scales that cover the values from low to high; those that are covered keep theirs if they can."""
     low, high = ends
     if kind.one_byte == E4M3:
         return _fp8(kind.levels, old, torch.maximum(-low, high), covered, margin)
@@ -321,7 +321,7 @@ def _symmetric(
 
 
 def _affine(kind: BlockType, old: BlockScales, low: Tensor, high: Tensor, covered: Tensor) -> BlockScales:
-    """Return scales and minima. A minimum or step beyond the small numbers makes all of its kind anew."""
+    """Return scales and minima. A minimum or step beyond the small values makes all of its kind anew."""
     assert old.m is not None
     assert old.sc is not None
     assert old.mn is not None
@@ -345,7 +345,7 @@ def _up(needed: Tensor, unit: Tensor) -> Tensor:
 
 
 def _power(levels: CodeLevels, low: Tensor, high: Tensor) -> BlockScales:
-    """Return the least powers of two that cover the numbers."""
+    """Return the least powers of two that cover the values."""
     largest = torch.maximum(-low, high) / levels.high
     fraction, exponent = torch.frexp(largest)
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
@@ -355,33 +355,33 @@ def _power(levels: CodeLevels, low: Tensor, high: Tensor) -> BlockScales:
 
 
 def _fp8(levels: CodeLevels, old: BlockScales, largest: Tensor, covered: Tensor, margin: float) -> BlockScales:
-    """Return scales of sub-blocks, halves of fp8 numbers, that cover the numbers; those that do already stay."""
+    """Return scales of sub-blocks, halves of fp8 values, that cover the values; those that do already stay."""
     needed = 2 * largest / levels.high
     if float(needed.max()) > FP8_LARGEST:
         raise OutOfRange
     codes = cut_to_fp8(needed, E4M3).view(needed.shape)
     reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + RANGE_SLACK * margin * levels.gaps[1])
-    codes = codes + (reach < largest).to(codes.dtype)  # among the smallest fp8 numbers
+    codes = codes + (reach < largest).to(codes.dtype)  # among the smallest fp8 values
     return BlockScales(torch.where(covered, old.d, from_fp8(codes, E4M3, 0.5).view(needed.shape)))
 
 
 def f16_near(values: Tensor) -> Tensor:
-    """Return numbers of f16 near the values; if f16 is coarse, the next one by magnitude. Result in fp32."""
+    """Return values of f16 near the values; if f16 is coarse, the next one by magnitude. Result in fp32."""
     near = _f16(values)
     return _moved(near, near.float().abs() < values.abs() * (1 - 2.0**-10), 1)
 
 
 def f16_beyond(values: Tensor, *, up: bool = True) -> Tensor:
-    """Return the nearest numbers of f16 at or above the values, with `up`, or at or below them. Result in fp32."""
+    """Return the nearest values of f16 at or above the values, with `up`, or at or below them. Result in fp32."""
     if not up:
         return -f16_beyond(-values)
     near = _f16(values)
     return _moved(near, near.float() < values, torch.where(values > 0, 1, -1).to(torch.int16))
 
 
-def _moved(numbers: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
-    """Return f16 numbers, in fp32, those chosen moved by a step of their magnitude."""
-    moved = torch.where(where, (numbers.view(torch.int16) + step).view(torch.float16), numbers).float()
+def _moved(values: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
+    """Return f16 values, in fp32, those chosen moved by a step of their magnitude."""
+    moved = torch.where(where, (values.view(torch.int16) + step).view(torch.float16), values).float()
     if not bool(moved.isfinite().all()):
         raise OutOfRange
     return moved

@@ -248,10 +248,10 @@ def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
         if kind is None:
             raise _Malformed(f"{quoted(name)} has the type {number}, which this version does not know")
         block, size = GGML_TYPES[kind].unit
-        numbers = prod(shape)
-        if numbers >= 1 << 63 or (shape and shape[-1] % block) or (not shape and block > 1):
+        elements = prod(shape)
+        if elements >= 1 << 63 or (shape and shape[-1] % block) or (not shape and block > 1):
             raise _Malformed(f"{quoted(name)} has the shape {list(shape)}, which {kind} cannot have")
-        yield Info(name, kind, shape, offset, numbers // block * size)
+        yield Info(name, kind, shape, offset, elements // block * size)
 
 
 def _placed(content: GgufContent, path: Path, size: int) -> Iterator[StoredTensor]:

@@ -25,8 +25,8 @@ DIFFUSION_PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.", "
 
 INT32_ENTRY: Final = 5
 
-FP32_NUMBERS: Final = 1024  # numbers up to which a tensor is stored in fp32
-ROW_NUMBERS: Final = 256  # numbers of a row of a tensor that is stored in another shape
+FP32_VALUES: Final = 1024  # values up to which a tensor is stored in fp32
+ROW_VALUES: Final = 256  # values of a row of a tensor that is stored in another shape
 GGML_AXES: Final = 4  # of a tensor, in ggml
 
 
@@ -102,12 +102,12 @@ def missing_signs(tensors: Iterable[str]) -> tuple[Diffusion, tuple[str, ...]] |
 
 
 def plain_type(name: str, shape: Shape, dtype: str) -> str:
-    """Return the type of a tensor of numbers of this name and shape that is not quantised.
+    """Return the type of a tensor of values of this name and shape that is not quantised.
 
     Vectors, small tensors, and parameters of no layer, which the loader does not convert, are fp32. So are tensors of
     five axes, which ggml does not know.
     """
-    if len(shape) < 2 or prod(shape) <= FP32_NUMBERS or len(shape) > GGML_AXES or not name.endswith(".weight"):
+    if len(shape) < 2 or prod(shape) <= FP32_VALUES or len(shape) > GGML_AXES or not name.endswith(".weight"):
         return "F32"
     return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(dtype, dtype)
 
@@ -118,8 +118,8 @@ def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing |
     """
     name, total, (block, size) = file.name(info.name), prod(info.shape), GGML_TYPES[dtype].unit
     shape = info.shape
-    if shape[-1] % block and file.kind.reshaped and total % ROW_NUMBERS == 0:
-        shape = total // ROW_NUMBERS, ROW_NUMBERS
+    if shape[-1] % block and file.kind.reshaped and total % ROW_VALUES == 0:
+        shape = total // ROW_VALUES, ROW_VALUES
     if name is None or shape[-1] % block:
         return None
     codes = replace(info, dtype=dtype, shape=shape, nbytes=total // block * size, stored=name)

@@ -1,4 +1,4 @@
-"""The encoding of GGUF: blocks of 32 or 256 numbers with their scales inside.
+"""The encoding of GGUF: blocks of 32 or 256 values with their scales inside.
 
 What llama.cpp's converter does to values (names.py) is part of the encoding: the rows of each head of q and k in
 another order, norms plus one.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import DTYPE_ROWS
-from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartNumbers
+from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartValues
 from .types import DECODED_ONLY_TYPES, GGML_TYPES
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Ggml(Encoding):
-    """Numbers of one type, perhaps with the rows of each head in llama.cpp's order, perhaps shifted."""
+    """Values of one type, perhaps with the rows of each head in llama.cpp's order, perhaps shifted."""
 
     kind: str = ""
     head: int = 0
     """Rows of a head, if their two halves alternate in the file; else 0."""
     cols: int = 0
-    """Numbers in a row; 0 without heads."""
+    """Values in a row; 0 without heads."""
     offset: float = 0.0
     """The number that is added to every number in the file."""
     name: ClassVar[str] = "ggml"
@@ -38,11 +38,11 @@ class Ggml(Encoding):
 
     @property
     def quantised(self) -> bool:
-        """Whether the numbers are blocks; F16 in another order is not quantised."""
+        """Whether the values are blocks; F16 in another order is not quantised."""
         return self.kind not in DTYPE_ROWS
 
     def as_plain(self, dtype: str) -> Ggml | None:
-        """Return the same with plain numbers of this dtype; None if these are stored as they are."""
+        """Return the same with plain values of this dtype; None if these are stored as they are."""
         return _encoding(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
 
     def as_type(self, kind: str) -> Ggml:
@@ -54,8 +54,8 @@ class Ggml(Encoding):
         """Rows and columns with one scale."""
         return (1, self.unit[0]) if self.quantised else (0, 0)
 
-    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
-        """Return the numbers, in fp32; InvalidPart for scales that are not finite numbers."""
+    def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
+        """Return the values, in fp32; InvalidPart for scales that are not finite values."""
         values = self._decoded(parts[CODES])
         if self.offset:
             values = values - self.offset
@@ -63,14 +63,14 @@ class Ggml(Encoding):
             values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
         return values
 
-    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
-        """Return the codes of new numbers; scales that cover them stay. OutOfRange if no scale does."""
+    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues:
+        """Return the codes of new values; scales that cover them stay. OutOfRange if no scale does."""
         uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
-        numbers = self._stored_order(values)
-        return {CODES: self._encoded(numbers + self.offset if self.offset else numbers, parts[CODES], uniform)}
+        ordered = self._stored_order(values)
+        return {CODES: self._encoded(ordered + self.offset if self.offset else ordered, parts[CODES], uniform)}
 
     def _stored_order(self, values: Tensor) -> Tensor:
-        """Return numbers with the rows of each head in llama.cpp's order."""
+        """Return values with the rows of each head in llama.cpp's order."""
         if not self.head:
             return values
         return values.reshape(-1, 2, self.head // 2, self.cols).transpose(1, 2).reshape(-1)
@@ -127,7 +127,7 @@ def new_encoding(kind: str) -> Ggml:
 
 
 def permuted(kind: str, head: int, cols: int) -> Ggml:
-    """Return the encoding of a type for q or k of llama: heads of so many rows, of so many numbers."""
+    """Return the encoding of a type for q or k of llama: heads of so many rows, of so many values."""
     return _encoding(kind, head, cols, 0.0)
 
 

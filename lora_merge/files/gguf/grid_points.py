@@ -1,6 +1,6 @@
 """The points of GGUF's grids, of which IQ1, IQ2 and IQ3 store the numbers. Imported where weights are decoded.
 
-A point has a level for each of 4 or 8 consecutive numbers. The levels of a point, as the digits of a number of which
+A point has a level for each of 4 or 8 consecutive values. The levels of a point, as the digits of a number of which
 the first is the lowest, give the place of the point; the points of a grid are in the order of their places. So a grid
 is a set of places: a bit for each, lowest bits first, compressed by zlib, in base 85.
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h (MIT licence).
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 
 class Points(NamedTuple):
-    """One grid: the levels, how many numbers a point has, and the places of the points."""
+    """One grid: the levels, how many values a point has, and the places of the points."""
 
     levels: tuple[int, ...]
     width: int

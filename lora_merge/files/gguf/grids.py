@@ -1,7 +1,7 @@
 """Decodes the blocks of GGUF's types IQ1, IQ2 and IQ3: points of grids, with signs and scales. They are only read.
 
 Source of the places of all bits: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-quants.c.
-Blocks are `[blocks, bytes]`, u8, for 256 numbers each.
+Blocks are `[blocks, bytes]`, u8, for 256 values each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GridBlock(NamedTuple):
 
     point: Tensor  # [blocks, points]
     scale: Tensor  # [blocks, sub-blocks], fp32
-    signs: Tensor | None = None  # [blocks, 32]: a bit for each of eight numbers, 1 for a negative one
+    signs: Tensor | None = None  # [blocks, 32]: a bit for each of eight values, 1 for a negative one
     down: Tensor | None = None  # [blocks, parts]: 1 if points are moved down, 0 if up
 
 
@@ -108,7 +108,7 @@ def _points(kind: str) -> Tensor:
 
 
 def decode(kind: str, raw: Tensor, size: int) -> Tensor:
-    """Return the numbers of blocks of `size` bytes, flat, in fp32; InvalidPart for scales that are not finite."""
+    """Return the values of blocks of `size` bytes, flat, in fp32; InvalidPart for scales that are not finite."""
     block = READERS[kind](raw.reshape(-1, size))
     if not bool(block.scale.isfinite().all()):
         raise InvalidPart("a scale is not a number")

@@ -34,8 +34,8 @@ class GgmlType(NamedTuple):
 
 
 GGML_TYPES: Final = MappingProxyType({
-    name: GgmlType(name, number, (numbers, size))
-    for name, number, numbers, size in (
+    name: GgmlType(name, number, (elements, size))
+    for name, number, elements, size in (
         ("F32", 0, 1, 4), ("F16", 1, 1, 2), ("BF16", 30, 1, 2), ("F64", 28, 1, 8),
         ("I8", 24, 1, 1), ("I16", 25, 1, 2), ("I32", 26, 1, 4), ("I64", 27, 1, 8),
         ("Q4_0", 2, 32, 18), ("Q4_1", 3, 32, 20), ("Q5_0", 6, 32, 22), ("Q5_1", 7, 32, 24),

@@ -1,4 +1,4 @@
-"""The tensors of GGUF files as the rest of the program knows them: names, shapes, and how their numbers are stored."""
+"""The tensors of GGUF files as the rest of the program knows them: names, shapes, and how their values are stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GgufModel:
 
 @dataclass(frozen=True)
 class View:
-    """The tensors of a checkpoint, how those are stored that are not plain numbers, and the configuration."""
+    """The tensors of a checkpoint, how those are stored that are not plain values, and the configuration."""
 
     tensors: Mapping[str, StoredTensor]
     packed: Mapping[str, Packing]
@@ -59,7 +59,7 @@ def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> Vi
 def _claimed(
     info: StoredTensor, family: Family | None, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[StoredTensor, Packing | None]:
-    """Return a tensor by the name and shape that the model knows, and how it is stored; None for plain numbers."""
+    """Return a tensor by the name and shape that the model knows, and how it is stored; None for plain values."""
     name = renamed(info.name, family) if family else info.name
     shape = _shape(info, values)
     packing = (
@@ -96,7 +96,7 @@ def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
 def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing | None:
     """Return how a weight of a GGUF file is stored as blocks of this type; None if its rows do not fill blocks.
 
-    `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain numbers.
+    `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain values.
     """
     codes = info if packing is None or packing.codes is None else packing.codes
     if not codes.shape or codes.shape[-1] % GGML_TYPES[kind].unit[0]:
@@ -106,7 +106,7 @@ def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing
 
 
 def as_plain(packing: Packing, dtype: str) -> Packing | None:
-    """Return how a weight is stored in the same file with numbers of this dtype; None for plain numbers."""
+    """Return how a weight is stored in the same file with values of this dtype; None for plain values."""
     codes = packing.codes
     assert codes is not None, "a weight of codes has them"
     encoding = packing.encoding.as_plain(dtype)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A second decoder for every encoding, in numpy: bytes → levels, and the grid that gives their numbers."""
+"""A second decoder for every encoding, in numpy: bytes → levels, and the grid that gives their values."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def spread(scales: Array, shape: tuple[int, int], block: tuple[int, int], span: 
 
 
 def alone(encoding: Any) -> int:
-    """Return how many of the consecutive numbers that share parts with others can be decoded without the codes of the
+    """Return how many of the consecutive values that share parts with others can be decoded without the codes of the
     others."""
     if encoding.name == "scaled" and encoding.block[0]:
         row = encoding.shape[1]
@@ -87,7 +87,7 @@ def _integers(ends: tuple[int, int]) -> LevelTable:
 
 
 def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
-    """Return fp8 numbers or whole numbers, with scales for the weight, its rows or its blocks."""
+    """Return fp8 values or whole numbers, with scales for the weight, its rows or its blocks."""
     levels = decode(raw["codes"], encoding.dtype).astype(np.float64, copy=False)
     grid = _integers(encoding.ends) if encoding.dtype == "I8" else Floats(encoding.dtype)
     scale = scales(raw["scale"], encoding.kind) * encoding.factor
@@ -101,19 +101,19 @@ def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
 
 
 def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
-    """Return fp8 numbers without a negative zero."""
+    """Return fp8 values without a negative zero."""
     return decode(raw["codes"], encoding.dtype).astype(np.float64), Grid(Floats(encoding.dtype))
 
 
 def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
-    """Return the numbers of the 4-bit codes of bytes, in the order of the columns."""
+    """Return the values of the 4-bit codes of bytes, in the order of the columns."""
     byte = np.arange(256)
     pairs = table[np.stack([byte >> 4, byte & 15] if high_first else [byte & 15, byte >> 4], axis=1)]
     return np.asarray(pairs[np.frombuffer(raw, np.uint8)]).reshape(-1)
 
 
 def fp4(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
-    """Return e2m1 numbers with scales of blocks and of the whole weight."""
+    """Return e2m1 values with scales of blocks and of the whole weight."""
     levels = nibbles(raw["codes"], E2M1, high_first=encoding.high_first)
     factors = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
     if not (np.isfinite(factors) & (factors >= 0)).all():
@@ -164,7 +164,7 @@ def _unpacked(rows: Any, bits: int, *, dense: bool) -> Array:
 
 
 def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
-    """Return numbers of a table of 16, with scales of blocks of the flat weight, which may be codes themselves."""
+    """Return values of a table of 16, with scales of blocks of the flat weight, which may be codes themselves."""
     table = decode(raw["map"], "F32")
     scale = decode(raw["absmax"], "U8" if encoding.nested else "F32")
     maps = table
@@ -227,7 +227,7 @@ def _finite(raw: Mapping[str, Any], role: str, dtype: str) -> Array:
 def aqlm(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return sums of entries of codebooks, times the scales of rows."""
     codes = np.frombuffer(raw["codes"], "<i2" if encoding.wide else "i1").astype(np.int64).reshape(-1, encoding.books)
-    book = _finite(raw, "book", encoding.numbers).reshape(encoding.books, encoding.entries, encoding.width)
+    book = _finite(raw, "book", encoding.float_dtype).reshape(encoding.books, encoding.entries, encoding.width)
     values = np.zeros((len(codes), encoding.width))
     for n in range(encoding.books):
         values += book[n, codes[:, n] & (encoding.entries - 1)]
@@ -310,7 +310,7 @@ def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     """Return whole numbers, with their scales and biases."""
     bits = np.unpackbits(np.frombuffer(raw["codes"], np.uint8), bitorder="little").reshape(count, encoding.bits)
     levels = bits @ (1 << np.arange(encoding.bits))
-    scale, bias = (decode(raw[role], encoding.numbers) for role in ("scale", "bias"))
+    scale, bias = (decode(raw[role], encoding.float_dtype) for role in ("scale", "bias"))
     if not (np.isfinite(scale) & np.isfinite(bias)).all():
         raise BadPart("a scale or a bias is not a finite number")
     group = np.arange(count) // encoding.group

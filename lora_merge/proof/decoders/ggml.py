@@ -40,7 +40,7 @@ def _half(raw: Array, at: int) -> Array:
 
 
 def _small(raw: Array, fields: tuple[tuple[Field, ...], ...]) -> Array:
-    """Return small whole numbers, [blocks, numbers]: each one's fields, the lowest bits first."""
+    """Return small whole numbers, [blocks, values]: each one's fields, the lowest bits first."""
     return np.stack([_joined_bits(raw, [parts])[:, 0] for parts in fields], 1)
 
 

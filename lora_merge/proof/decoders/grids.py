@@ -27,7 +27,7 @@ def _half(byte: int) -> Bits:
 
 
 class PointForm(NamedTuple):
-    """One type: the places of the index of each point, of the signs of eight numbers, of the scales."""
+    """One type: the places of the index of each point, of the signs of eight values, of the scales."""
 
     size: int
     grid: str
@@ -74,8 +74,8 @@ def _grid(kind: str) -> Array:
     return np.array(POINTS[kind].all(), np.float64)
 
 
-def _numbers(bits: Array, places: Sequence[Bits]) -> Array:
-    """Return whole numbers, [blocks, numbers]."""
+def _fields(bits: Array, places: Sequence[Bits]) -> Array:
+    """Return whole numbers, [blocks, values]."""
     chosen = bits[:, np.array(places).ravel()].reshape(len(bits), len(places), -1)
     return np.asarray(chosen.astype(np.int64) @ (1 << np.arange(chosen.shape[2])))
 
@@ -85,7 +85,7 @@ def points(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
     form = POINT_FORMS[encoding.kind]
     bits = np.unpackbits(np.frombuffer(raw["codes"], np.uint8).reshape(-1, form.size), axis=1, bitorder="little")
     grid = _grid(form.grid)
-    levels = grid[_numbers(bits, [form.point(g) for g in range(256 // grid.shape[1])])].reshape(len(bits), 256)
+    levels = grid[_fields(bits, [form.point(g) for g in range(256 // grid.shape[1])])].reshape(len(bits), 256)
     if form.signs is not None:
         places = [form.signs(e) for e in range(32)]
         signs = bits[:, np.array(places).ravel()].reshape(len(bits), 32, -1)
@@ -94,18 +94,18 @@ def points(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
         levels = levels * (1 - 2.0 * signs.reshape(len(bits), 256))
     count, place = form.down
     if count:
-        down = _numbers(bits, [place(j) for j in range(count)])
+        down = _fields(bits, [place(j) for j in range(count)])
         levels = levels + np.repeat(0.125 - 0.25 * down, 256 // count, axis=1)
-    d = _numbers(bits, [form.d]).astype(np.uint16).view(np.float16).astype(np.float64)
+    d = _fields(bits, [form.d]).astype(np.uint16).view(np.float16).astype(np.float64)
     if not np.isfinite(d).all():
         raise BadPart("a scale is not a number")
-    scale = d * form.factor(_numbers(bits, [form.scale(s) for s in range(form.scales)]))
+    scale = d * form.factor(_fields(bits, [form.scale(s) for s in range(form.scales)]))
     spread = scale.repeat(256 // form.scales, axis=1)
     return ordered(levels.ravel(), encoding), Grid(LevelTable(np.unique(levels)), ordered(spread.ravel(), encoding))
 
 
 def ordered(values: Array, encoding: Any) -> Array:
-    """Return numbers as transformers has them: rows 0, 2, 4 … of a head in the file are its first half."""
+    """Return values as transformers has them: rows 0, 2, 4 … of a head in the file are its first half."""
     if not encoding.head:
         return values
     heads = values.reshape(-1, encoding.head, encoding.cols)

@@ -1,4 +1,4 @@
-"""Stored bytes → float64, and the spacing of the numbers that each dtype can hold, as numpy and ml_dtypes have them.
+"""Stored bytes → float64, and the spacing of the values that each dtype can hold, as numpy and ml_dtypes have them.
 
 Nothing of the production code's casts is used: a wrong one must not be repeated here.
 """
@@ -56,13 +56,13 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
 
 
 def as_dtype(values: Array, dtype: str) -> Array:
-    """Return the numbers as a dtype holds them, in float64 for F64 and else in float32."""
+    """Return the values as a dtype holds them, in float64 for F64 and else in float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(values).astype(_kind(dtype)).astype(np.float64 if dtype == "F64" else np.float32)
 
 
 def step(values: Array, dtype: str) -> Array:
-    """Return the distance of neighbouring numbers of the dtype around each value: one unit in the last place."""
+    """Return the distance of neighbouring values of the dtype around each value: one unit in the last place."""
     bits, smallest, _ = precision(dtype)
     power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # of two, below each value
     unit = power * 2.0 ** (1 - bits)
@@ -70,7 +70,7 @@ def step(values: Array, dtype: str) -> Array:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Return the nearest numbers of the dtype, ties to even; nothing overflows."""
+    """Return the nearest values of the dtype, ties to even; nothing overflows."""
     unit = step(values, dtype)
     return np.rint(values / unit) * unit
 

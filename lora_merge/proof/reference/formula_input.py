@@ -1,4 +1,4 @@
-"""The input of a reference formula: one module's tensors, its numbers, and the weight that it changes."""
+"""The input of a reference formula: one module's tensors, its scalars, and the weight that it changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FormulaInput:
     read: Callable[[str, Array | None], Array]  # (slot, entries of axis 0 or all) → the stored tensor
     base: Callable[[Array | None], Array]  # rows of the weight, or all: [rows, cols]
     slots: frozenset[str]
-    numbers: Mapping[str, float]  # scale, limit …, as the plan resolved them
+    scalars: Mapping[str, float]  # scale, limit …, as the plan resolved them
     settings: Mapping[str, Any]
     shape: tuple[int, ...]  # of the weight
     rows: Array  # wanted rows of ΔW

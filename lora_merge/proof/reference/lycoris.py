@@ -23,7 +23,7 @@ def _mixed(g: FormulaInput, core: str, inner: str) -> Array:
 
 def lora(g: FormulaInput) -> Array:
     """Return α / r · up · down."""
-    return g.numbers["scale"] * (g.some("up") @ _mixed(g, "mid", "down"))
+    return g.scalars["scale"] * (g.some("up") @ _mixed(g, "mid", "down"))
 
 
 def _sparse(g: FormulaInput, values: Array) -> Array:
@@ -36,7 +36,7 @@ def _sparse(g: FormulaInput, values: Array) -> Array:
 
 def lora_sparse(g: FormulaInput) -> Array:
     """Return the LoRA plus a sparse matrix."""
-    return lora(g) + g.numbers["scale"] * _sparse(g, g["values"].reshape(-1))
+    return lora(g) + g.scalars["scale"] * _sparse(g, g["values"].reshape(-1))
 
 
 def lora_sparse_tucker(g: FormulaInput) -> Array:
@@ -52,7 +52,7 @@ def lora_fused(g: FormulaInput) -> Array:
         height = end - first
         result[first:end] = up[done : done + height] @ down[i * rank :][:rank]
         done += height
-    return g.numbers["scale"] * result[g.rows]
+    return g.scalars["scale"] * result[g.rows]
 
 
 def lora_transposed(g: FormulaInput) -> Array:
@@ -88,7 +88,7 @@ def loha(g: FormulaInput) -> Array:
     for i in "12":
         outer = g[f"w{i}_a"][:, g.rows].T if f"t{i}" in g.slots else g.some(f"w{i}_a")
         halves.append(outer @ _mixed(g, f"t{i}", f"w{i}_b"))
-    return g.numbers["scale"] * halves[0] * halves[1]
+    return g.scalars["scale"] * halves[0] * halves[1]
 
 
 def lokr(g: FormulaInput) -> Array:
@@ -97,7 +97,7 @@ def lokr(g: FormulaInput) -> Array:
     outer = "w2" if "w2" in g.slots else "w2_a"
     w2 = g[outer].T if "t2" in g.slots else g[outer]
     w2 = w2 if "w2" in g.slots else w2 @ _mixed(g, "t2", "w2_b")
-    scale = g.numbers["rs_scale" if g.settings.get("rs_lora") else "scale"]
+    scale = g.scalars["rs_scale" if g.settings.get("rs_lora") else "scale"]
     if w2.ndim == 3:
         if g.settings.get("right_aligned"):
             return scale * np.kron(w1, w2).reshape(g.out, g.cols)[g.rows]
@@ -109,7 +109,7 @@ def lokr(g: FormulaInput) -> Array:
 def _glora(g: FormulaInput, a_first: Array, a_second: Array, added: Array) -> Array:
     """Return c · (W A A' + B B'), W contracted on its input axis."""
     rank = a_first.shape[1]
-    scale = g.numbers["scale"] * (np.sqrt(rank) if g.settings.get("rs_lora") else 1.0)
+    scale = g.scalars["scale"] * (np.sqrt(rank) if g.settings.get("rs_lora") else 1.0)
     w = g.w.reshape(len(g.rows), a_first.shape[0], -1)
     through = np.einsum("oik,ir,rj->ojk", w, a_first, a_second, optimize=True)
     return scale * (through.reshape(len(g.rows), -1) + added)
@@ -128,7 +128,7 @@ def glora_old(g: FormulaInput) -> Array:
 def tlora(g: FormulaInput) -> Array:
     """Return P λ Q less its start, r singular triples of the weight."""
     start = triples(g, g["q"].shape[0], g.settings.get("sig_type", "principal"))
-    return g.numbers["scale"] * (g.some("p") @ np.diag(g["lambdas"].reshape(-1)) @ g["q"] - start)
+    return g.scalars["scale"] * (g.some("p") @ np.diag(g["lambdas"].reshape(-1)) @ g["q"] - start)
 
 
 def triples(g: FormulaInput, count: int, which: str) -> Array:
@@ -193,7 +193,7 @@ def _stretch(g: FormulaInput, turned: Array) -> Array:
 
 def diag_oft(g: FormulaInput) -> Array:
     """Return s ⊙ bd(R)ᵀ W − W."""
-    return _stretch(g, _turned_rows(g, _rotations(g["blocks"], g.numbers["limit"])))
+    return _stretch(g, _turned_rows(g, _rotations(g["blocks"], g.scalars["limit"])))
 
 
 def oft_diag(g: FormulaInput) -> Array:
@@ -203,7 +203,7 @@ def oft_diag(g: FormulaInput) -> Array:
 
 def boft(g: FormulaInput) -> Array:
     """Return W rotated in stages less W: each stage rotates pairs of half blocks, at twice the distance."""
-    x, rotations = g.all_w, _rotations(g["blocks"], g.numbers["limit"])
+    x, rotations = g.all_w, _rotations(g["blocks"], g.scalars["limit"])
     half = rotations.shape[-1] // 2
     for stage, stack in enumerate(rotations):
         reach = half * 2**stage

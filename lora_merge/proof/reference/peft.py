@@ -23,17 +23,17 @@ filters, and those of other families, are the tables of PyWavelets."""
 
 def adalora(g: FormulaInput) -> Array:
     """Return B diag(E) A."""
-    return g.numbers["scale"] * (g.some("up") @ np.diag(g["values"].reshape(-1)) @ g["down"])
+    return g.scalars["scale"] * (g.some("up") @ np.diag(g["values"].reshape(-1)) @ g["down"])
 
 
 def lora_bias(g: FormulaInput) -> Array:
     """Return a scaled vector."""
-    return g.numbers["scale"] * g.some("diff")
+    return g.scalars["scale"] * g.some("diff")
 
 
 def embedding(g: FormulaInput) -> Array:
     """Return (B A)ᵀ."""
-    return g.numbers["scale"] * (g["up"] @ g["down"][:, g.rows]).T
+    return g.scalars["scale"] * (g["up"] @ g["down"][:, g.rows]).T
 
 
 def experts(g: FormulaInput) -> Array:
@@ -47,7 +47,7 @@ def experts(g: FormulaInput) -> Array:
             result[rows] = (first[0, :, :, e] @ down[:, inside[rows]]).T
         else:
             result[rows] = g.read("up", inside[rows])[:, :, e] @ down
-    return g.numbers["scale"] * result.reshape(len(g.rows), g.cols)
+    return g.scalars["scale"] * result.reshape(len(g.rows), g.cols)
 
 
 def stacked(g: FormulaInput) -> Array:
@@ -58,7 +58,7 @@ def stacked(g: FormulaInput) -> Array:
     for e in np.unique(which):
         rows = which == e
         result[rows] = up[min(e, len(up) - 1), inside[rows]] @ down[min(e, len(down) - 1)]
-    return g.numbers["scale"] * result.reshape(len(g.rows), g.cols)
+    return g.scalars["scale"] * result.reshape(len(g.rows), g.cols)
 
 
 def bdlora(g: FormulaInput) -> Array:
@@ -69,7 +69,7 @@ def bdlora(g: FormulaInput) -> Array:
         result = np.concatenate([up[j] @ down[j] for j in range(k)])
     else:
         result = np.concatenate([up[:, j] @ down[j] for j in range(k)], axis=1)
-    return g.numbers["scale"] * result[g.rows]
+    return g.scalars["scale"] * result[g.rows]
 
 
 def c3a(g: FormulaInput) -> Array:
@@ -87,7 +87,7 @@ def deft(g: FormulaInput) -> Array:
     p = g["subspace"]
     q = np.linalg.qr(p)[0] if g.settings.get("method") == "qr" else p
     inner = -(q if g.settings.get("method") == "qr" else np.maximum(p, 0)).T @ g.all_w
-    return (q @ (inner + (g.numbers["scale"] * g["content"] if "content" in g.slots else 0)))[g.rows]
+    return (q @ (inner + (g.scalars["scale"] * g["content"] if "content" in g.slots else 0)))[g.rows]
 
 
 def delora(g: FormulaInput) -> Array:
@@ -103,7 +103,7 @@ def delora(g: FormulaInput) -> Array:
 def fourierft(g: FormulaInput) -> Array:
     """Return the real part of the inverse Fourier transform of a few entries."""
     u, v = np.divmod(g.places("places", g.out * g.cols), g.cols)
-    value = g["spectrum"].reshape(-1) * g.numbers["scale"] / (g.out * g.cols)
+    value = g["spectrum"].reshape(-1) * g.scalars["scale"] / (g.out * g.cols)
     by_row = np.exp(2j * np.pi * np.outer(g.rows, u) / g.out) * value
     columns = np.zeros((len(g.rows), g.cols), dtype=complex)
     np.add.at(columns.T, v, by_row.T)
@@ -117,7 +117,7 @@ def gralora(g: FormulaInput) -> Array:
     result = np.block(blocks)[g.rows]
     if "up" in g.slots:
         result = result + g.some("up") @ g["down"]
-    return g.numbers["scale"] * result
+    return g.scalars["scale"] * result
 
 
 def hira(g: FormulaInput) -> Array:
@@ -172,7 +172,7 @@ def olora(g: FormulaInput) -> Array:
     """Return B A less the first columns of Q times the first rows of R, for W = Q R."""
     q, r = np.linalg.qr(g.all_w)
     rank = len(g["down"])
-    return lora(g) - g.numbers["scale"] * (q[g.rows, :rank] @ r[:rank])
+    return lora(g) - g.scalars["scale"] * (q[g.rows, :rank] @ r[:rank])
 
 
 def kasa(g: FormulaInput) -> Array:
@@ -199,8 +199,8 @@ def randlora(g: FormulaInput) -> Array:
     rows = np.array([lam[k, i] * a[k, 0, :small] * gamma[i] for k in range(rank) for i in range(count)])
     columns = np.array([b[:large, i, k] for i in range(count) for k in range(rank)]).T
     if small == g.cols:
-        return g.numbers["scale"] * (columns[g.rows] @ rows)
-    return g.numbers["scale"] * (columns @ rows[:, g.rows]).T
+        return g.scalars["scale"] * (columns[g.rows] @ rows)
+    return g.scalars["scale"] * (columns @ rows[:, g.rows]).T
 
 
 def road(g: FormulaInput) -> Array:
@@ -358,17 +358,17 @@ def lora_blocks(g: FormulaInput) -> Array:
     """Return B_j A_j in the rows of each layer j."""
     ups = [g[slot] for slot in sorted(slot for slot in g.slots if slot.startswith("up_"))]
     parts = [up @ down for up, down in zip(ups, np.split(g["down"], len(ups)), strict=True)]
-    return np.asarray(g.numbers["scale"] * np.concatenate(parts)[g.rows])
+    return np.asarray(g.scalars["scale"] * np.concatenate(parts)[g.rows])
 
 
 def lora_xs(g: FormulaInput) -> Array:
     """Return U M Vᵀ."""
-    return np.asarray(g.numbers["scale"] * (g.some("left") @ (g["core"] @ g["right"].T)))
+    return np.asarray(g.scalars["scale"] * (g.some("left") @ (g["core"] @ g["right"].T)))
 
 
 def bora(g: FormulaInput) -> Array:
     """Return V with the lengths of its rows, then of its columns, replaced, minus W."""
-    v = g.all_w + g.numbers["scale"] * (g["up"] @ g["down"])
+    v = g.all_w + g.scalars["scale"] * (g["up"] @ g["down"])
     v = g["rows"].reshape(-1, 1) * v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12)
     v = g["columns"].reshape(1, -1) * v / np.maximum(np.linalg.norm(v, axis=0, keepdims=True), 1e-12)
     return np.asarray((v - g.all_w)[g.rows])
@@ -394,7 +394,7 @@ def _synthesis(taps: Array, count: int) -> Array:
 def waveft(g: FormulaInput) -> Array:
     """Return a matrix of few coefficients, or the inverse wavelet transform of its four bands."""
     rows, cols = np.divmod(g.places("places", g.out * g.cols), g.cols)
-    values = g["spectrum"].reshape(-1) * g.numbers["scale"]
+    values = g["spectrum"].reshape(-1) * g.scalars["scale"]
     if not g.settings["transform"]:
         plain = np.zeros((g.out, g.cols))
         plain[rows, cols] = values
@@ -436,7 +436,7 @@ def peanut(g: FormulaInput) -> Array:
     hidden = states.pop()
     for i in range(depth):
         hidden = _activation(name, g[f"decoder_{i}"] @ hidden) + states.pop()
-    return g.numbers["scale"] * (g.some("up") @ hidden)
+    return g.scalars["scale"] * (g.some("up") @ hidden)
 
 
 def unilora(g: FormulaInput) -> Array:

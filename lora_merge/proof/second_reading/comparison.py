@@ -197,10 +197,10 @@ def _compare_formula(claim: ModuleClaim, use: PatchPart, path: Path) -> None:
     planned = {slot: info.name for slot, info in patch.module.slots.items()}
     if claimed != planned:
         raise _disagreement(claim, path, "what the tensors of an adapter's module are", str(planned), str(claimed))
-    scale = patch.numbers.get("scale", 1.0)
+    scale = patch.scalars.get("scale", 1.0)
     if not isclose(scale, claim.scale, rel_tol=SCALE_TOLERANCE):
         raise _disagreement(claim, path, "the scale of an adapter's module", f"{scale:g}", f"{claim.scale:g}")
-    stated = {**dict(patch.settings), **patch.numbers}
+    stated = {**dict(patch.settings), **patch.scalars}
     for name, value in claim.settings.items():
         if name in stated and stated[name] != value:
             raise _disagreement(claim, path, f"{name} of an adapter's module", str(stated[name]), str(value))

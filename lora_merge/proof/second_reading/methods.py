@@ -17,7 +17,7 @@ from .layouts import Shape
 Stored = Mapping[str, Shape]
 
 VECTOR: Final = "tinylora_v.0"
-"""TinyLoRA's numbers if all layers share them; of several, the model's code decides which a layer takes."""
+"""TinyLoRA's values if all layers share them; of several, the model's code decides which a layer takes."""
 
 LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 
