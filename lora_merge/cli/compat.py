@@ -60,6 +60,8 @@ FOREIGN_COMMANDS: Final = {
     **dict.fromkeys(("svd_merge_lora", "svd_merge"), "combine"),
     **dict.fromkeys(("unfuse", "unload", "revert"), "unmerge"),
     **dict.fromkeys(("ema", "mean"), "average"),
+    "interrogator": "inspect",
+    "convert_lora_safetensor_to_diffusers": "merge",  # a script of diffusers, which merges
     **dict.fromkeys(("blocks", "layers", "components"), "parts"),
     **dict.fromkeys(("validate", "prove", "test"), "verify"),
 }

@@ -75,7 +75,8 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("-t -j (?:max-|num-|n-)?(?:threads|workers|jobs) parallel", _ALL_CORES),
     ("low-?v?ram low-memory low-cpu-memory low-cpu-mem-usage cpu-offload", _leave("memory is limited in any case")),
     ("(?:max-|out-)?shard-size export-size", _leave("shards are those of the base")),
-    ("device-map export-device", _leave("--device names the device")),
+    ("device-map loading-device", _leave("--device names the device")),
+    ("(?:working|export|compute|merge)-device", Foreign("use `--device cpu` or cuda", ("--device {}",))),
     ("cfg cfg-scale guidance-scale steps sampler scheduler prompt negative-prompt width height",
      _leave("a merge makes no picture")),
     ("no-overwrite", _leave("nothing is overwritten without --overwrite")),
@@ -85,7 +86,8 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("push-to-hub hub-model-id export-hub-model-id", _leave("send the output by hf upload OWNER/NAME FOLDER")),
     ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
      "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
-     "safe-merge safe-fusing load-precision adapter-name group-size log-level no-half-vae dropout+",
+     "safe-merge safe-fusing load-precision adapter-name group-size log-level no-half-vae "
+     "merge-lora no-sort mode mem-eff-load-save mem-eff-safe-open safetensors diffusers dropout+",
      _leave(_NOT_NEEDED)),
     ("fuse-unet", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for unet=0")),
     ("fuse-text-encoder", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for te=0")),
@@ -104,8 +106,12 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
      Foreign("use --dtype with a quantised format, such as `--dtype nf4`", ("--dtype {}",))),
     ("(?:compute|calc|merge)-precision (?:calc|merge|working)-dtype",
      Foreign("use `--compute-dtype fp32` or fp64", ("--compute-dtype {}",))),
-    ("type outtype (?:save|out|output|torch|export|weight)-(?:precision|dtype|type)", Foreign(_DTYPE, ("--dtype {}",))),
+    ("type outtype (?:save|out|output|torch|export|weight|infer)-(?:precision|dtype|type)",
+     Foreign(_DTYPE, ("--dtype {}",))),
     ("(?:mixed-)?precision", Foreign(_DTYPE, (Role.PRECISION,))),
+    ("beta ema-decay", _use("--ema {}")),
+    *((f"{layers}-{name}", _use(f"{flag} {rule}")) for layers, flag in (("linear", "--rank"), ("conv", "--conv-rank"))
+      for name, rule in (("quantile", "sum:{}"), ("ratio", "ratio:1/{}"))),  # tools/extract_locon.py of LyCORIS
     ("drop-rate drop-p dropout-rate", Foreign("use `--density`, the share that is kept", ("--density 1-{}",))),
     *((f"to-{name}", _use(f"--to {name}")) for name in ("diffusers", "kohya", "peft", "comfy")),
     ("dynamic-method", Foreign("use a rule such as `--rank fro:0.9`", (Role.RULE,))),
@@ -115,7 +121,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("majority-sign-method", Foreign("use `--elect sum` or count", ("--elect {}",))),
     ("metadata-title", Foreign("use `--title TEXT`", ("--title {}",))),
     # Strengths.
-    ("lbws? block-weights lora-block-weight", Foreign(_LBW, ("--strength-for lbw={}",))),
+    ("lbws? block-weights? lora-block-weights?", Foreign(_LBW, ("--strength-for lbw={}",))),
     ("exclude ignore", Foreign(_PART, ("--strength-for {}=0",))), ("only", Foreign(_PART, (Role.ONLY,))),
     ("include|exclude|patterns?|filter|modules|layers|blocks|skip+", Foreign(_PART, ())),
     ("conv-alpha", Foreign(LORA_ALPHA.advice, ())), ("(?:lora|network|adapter)-alpha", LORA_ALPHA),
@@ -147,9 +153,10 @@ UNKNOWN: Final = _leave(NOT_KNOWN)
 OTHER_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({
     "--dtype": {"fp8": "fp8_scaled", "float_16": "fp16", "bfloat_16": "bf16", "float_32": "fp32",
                 **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
-                **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "keep"},
+                "merged_4bit_forced": "nf4", **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "keep"},
     "--method": {**dict.fromkeys(("linear", "cat", "svd", "task_arithmetic"), "sum"), "dare_linear": "dare",
                  "magnitude_prune": "prune", "ties_svd": "ties", "dare_ties_svd": "dare_ties"},
+    "--to": {"other": "diffusers", "default": "kohya"},  # convert_lora.py of musubi-tuner
     "--elect": {"total": "sum", "frequency": "count"},
 })  # fmt: skip
 """Option → value of another program → the value here. PEFT (add_weighted_adapter), mergekit, Unsloth, LLaMA-Factory."""

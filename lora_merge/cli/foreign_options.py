@@ -19,7 +19,7 @@ from ..errors import MergeError, UsageError
 from ..files.file_signatures import LONGEST_BEGINNING, is_mergekit, of_mergekit
 from ..merge_methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS
-from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending
+from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending, words_of
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
-LAUNCHERS: Final = ("python", "python3", "py", "-m", "accelerate", "launch", "uv", "run")
+LAUNCHERS: Final = "python3?|py|-m|accelerate|launch|uv|run|[A-Z_]+=.*"
 """Words before the name of a program that is written in Python."""
 
 
@@ -171,7 +171,7 @@ def _fit_parts(reading: TypedLine, base: str, terms: Sequence[_Term]) -> None:
     from ..files.checkpoint import open_checkpoint
     from ..models.names import names
 
-    if {*reading.strengths} <= {"", BLOCK_WEIGHTS}:
+    if not (reading.foreign or reading.mistakes):
         return
     try:
         labels = {part.label for part in names(open_checkpoint(expand(path_of(base)))).parts}
@@ -182,10 +182,14 @@ def _fit_parts(reading: TypedLine, base: str, terms: Sequence[_Term]) -> None:
     absent += ["te2"] if encoders == {"te"} and "te2" in reading.strengths else []
     left_out = [s.typed for part in absent for s in reading.strengths.pop(part)]
     reading.left_out += [(option, f"the base has no {'second ' * bool(encoders)}text encoder") for option in left_out]
-    if not encoders and any(map(_has_text_encoder, terms)):
-        reading.strengths["te"] = [TypedStrength(option, "0", "") for option in left_out[:1]]
+    changed = [term for term in terms if _has_text_encoder(term)]
+    if not encoders and changed and not any("te=" in term.parts for term in changed):
+        reading.strengths["te"] = [TypedStrength("", "0", "")]
     elif not encoders and "unet" in reading.strengths:
         reading.strengths[""] = reading.strengths.pop("unet")
+    for term in terms:  # of a tag, <lora:style:0.8:0.5>
+        if "unet" in labels and (term not in changed or not encoders):
+            term.parts = re.sub(",te=[0-9.]+", ",te=0" if term in changed else "", term.parts)
 
 
 def _take_part_strengths(reading: TypedLine, terms: Sequence[_Term]) -> list[Setting]:
@@ -264,7 +268,8 @@ def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int) -> str:
         return reading.conflicts[0]
     for what in MISTAKES:
         words = reading.mistakes.get(what, ())
-        if words and (what != OTHER_SYNTAX or len(words) > 1):  # one word alone has an error with all of its readings
+        is_tag = "<" in "".join(words)  # another word alone has an error with all of its readings
+        if words and (what != OTHER_SYNTAX or len(words) > 1 or is_tag):
             return f"{what}: {' '.join(words)}"
     texts = [s.value for s in reading.strengths[""]]
     try:
@@ -313,9 +318,10 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     if first == 2:
         files = [*base, *tuned, *files] if base else [*files, *tuned]
     elif first and not base:
+        foreign = reading.foreign or reading.mistakes
         others = [word for word in files if word not in reading.adapters]
         models = [word for word in others if names_file(word) and not is_adapter(_Term.of(word).path)]
-        base = models if len(models) == 1 and reading.foreign else others[:1]
+        base = models if len(models) == 1 and foreign else others[:1]
         files = [*base, *(word for word in files if word not in base), *tuned]
     else:
         files = [*base, *files, *tuned]
@@ -457,6 +463,9 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     pairs = zip(before, [*before[1:], ""], strict=False)
     values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
     names = [name for name in values if name.startswith("-") and not right_form(name)]
+    merge, files = _with_settings(args) if command == "batch" else ([], [])
+    if files and (correction := corrected_line(MERGE, merge, commands, program=True)):
+        raise UsageError("this is a configuration of another program", files[0], _fix(correction, ()))
     foreign = [name for name in names if _is_foreign(name, known, command)]
     misspelt = [name for name in names if hyphened(name) not in known and alike(hyphened(name), known)]
     if len({*foreign, *misspelt}) > 1:  # one alone has its own error
@@ -480,10 +489,17 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
     """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`, or
     a configuration of one."""
-    plain = [*dropwhile(lambda word: word in LAUNCHERS, args)]
+    if len(args) == 1 and not exists(args[0]) and " --" in args[0]:  # a line in quotes
+        args = words_of(args[0])
+    plain = [*dropwhile(lambda word: re.fullmatch(LAUNCHERS, word), args)]
     named = [*takewhile(lambda word: word.endswith(".py") or not (word.startswith("-") or names_file(word)), plain)]
     command = next(filter(None, (_command_of(word, commands) for word in named)), "")
     rest, files = _with_settings(plain[len(named) :])
+    if command == "extract" and any("mergekit" in word for word in named) and all(map(names_file, rest[:2])):
+        rest = [*rest[1::-1], *rest[2:]]  # MODEL BASE OUTPUT
+    if trainer := next((word for word in args if re.search(r"train\w*\.py$", word)), ""):
+        raise UsageError(f"{trainer} trains, and lora-merge merges what is trained", " ".join(args)[:200],
+                         "name the files: `lora-merge BASE ADAPTER`")  # fmt: skip
     options, known = [arg.partition("=")[0] for arg in args if arg.startswith("-")], flags(commands[MERGE].params)
     is_program = any(word in FOREIGN_COMMANDS or word.endswith(".py") for word in named) and command
     if files or is_program or (named and any(_is_foreign(name, known, MERGE) for name in options)):
@@ -495,8 +511,8 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
 
 
 def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a line with the files and outputs of a configuration, such as one of Axolotl, as options in its place, but
-    those of which the line has one; and the configurations. UsageError for one of mergekit."""
+    """Return a line with the files and the output of a configuration, such as one of Axolotl, as options in its place,
+    but those of which the line has one; and the configurations. UsageError for one of mergekit."""
     words, files = list[str](), list[str]()
     stated = {_role(arg) for arg in args if arg.startswith("-")}
     for word in args:
@@ -506,7 +522,12 @@ def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
         roles = {name: _role(f"--{name}") for name, value in fields.items() if isinstance(value, str)}
         roles = {name: role for name, role in roles.items() if role in OF_FILES - stated}
         roles = {name: r for name, r in roles.items() if r == "-o {}" or looks_like_path(fields[name])}
-        settings = [f"--{name}={fields[name]}" for name in roles]
+        settings = [f"--{name}={fields[name]}" for name, role in roles.items() if role != "-o {}"]
+        for output in (fields[name] for name, role in roles.items() if role == "-o {}"):
+            trained = exists(output) and expand(output).is_dir()  # of Axolotl, with the adapter in it
+            settings.append(f"--output_dir={output.rstrip('/')}{'/merged' if trained else ''}")
+            if trained and Role.ADAPTERS not in {*roles.values(), *stated} and is_adapter(output):
+                settings.append(f"--lora={output}")
         words += settings or [word]
         files += [word] * bool(settings)
     return words, files

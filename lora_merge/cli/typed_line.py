@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
-from ..adapter_arguments import right_form
+from ..adapter_arguments import of_tags, right_form
 from ..addresses import split
 from ..command import Command
 from ..errors import MergeError, UsageError
+from ..models.blocks import PRESETS
 from ..option_texts import value_of
-from ..options import SWITCHED, Option, checked_value
+from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
 from ..paths import ENDINGS, exists, with_found_ending
 from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
@@ -119,7 +120,9 @@ class TypedLine:
         """Return itself with the words of a line; NotClear for an option of ours without its value."""
         for option, values in _by_option(args):
             form, advice = self._form(option) if option else ("", "")
-            if values and option:
+            if values and option and self._is_strength(option, values[0]):
+                form, advice = Role.STRENGTHS, STRENGTH_FORMS
+            elif values and option:
                 form, advice = self._agreed(option, form, advice, values[0])
             if form in ("", *Role.SEVERAL):
                 rest = self._take_words(option, form, advice, values)
@@ -154,12 +157,17 @@ class TypedLine:
             return Role.LEFT_OUT, NOT_KNOWN
         return form, advice.removeprefix("leave it out: ")
 
+    def _is_strength(self, option: str, value: str) -> bool:
+        """Return whether a letter has a number after it that can only be a strength: `-m 0.8`."""
+        number = right_form(value) if re.fullmatch("-[a-z]", option) and option not in self.known else ""
+        return "." in number and abs(float(number)) <= HIGHEST_STRENGTH and "strength" in self.command.options
+
     def _agreed(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return the form of an option with this value, "" for a file as it is without an option, and the advice on
         it; NOT_CLEAR if the value has not the role that the words of the option state."""
         number = right_form(value)
         may_be_format = "to" in self.command.options and form in (Role.MODEL, "-o {}")
-        if may_be_format and _is_format(value):  # --src peft --dst kohya
+        if may_be_format and _is_format(OTHER_VALUES["--to"].get(value, value)):  # --src peft --dst kohya
             return (Role.LEFT_OUT, "the format is recognised") if form == Role.MODEL else ("--to {}", advice)
         if number and form in (Role.OTHER_FILE, Role.MODEL) and (part := part_of(option)):  # --te 0.5
             return f"--strength-for {part}={{}}", advice
@@ -182,6 +190,8 @@ class TypedLine:
         of_file = of_file and (not looks_like_path(value) or bool(other))
         if hyphened(option) not in self.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
             return Role.LEFT_OUT, NOT_KNOWN
+        if form in (Role.BASE, Role.TUNED) and self.command.name in ("inspect", "compare", "parts"):
+            return "", advice
         if form == Role.BASE and self.required < 2:  # of replay, unmerge
             raise NotClear(option)
         if form == Role.MODEL:
@@ -223,10 +233,11 @@ class TypedLine:
 
     def _take_part(self, option: str, part: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Take the strengths of a part of a model; return the other words."""
-        by_name = values[:1] if values and "=" in values[0] else ()  # --block-weights IN04=0
-        for value in by_name:
+        by_name = values[:1] if values and "=" in values[0] else ()  # --block-weights IN04=0,OUT03=0.2
+        for value in re.split(",(?=[^,=]+=)", values[0]) if by_name else ():
             self.settings.append(Setting(f"{option} {value}", ("--strength-for", value)))
-        numbers = [*takewhile(lambda word: numbers_in(word) and not exists(word), values)]
+        presets = PRESETS if part == BLOCK_WEIGHTS else ()
+        numbers = [*takewhile(lambda word: (numbers_in(word) or word in presets) and not exists(word), values)]
         part = part_of(option) or part
         stated = (TypedStrength(f"{option} {value}", value, self.last_file) for value in numbers)
         self.strengths.setdefault(part, []).extend(stated)
@@ -292,6 +303,8 @@ class TypedLine:
             if advice != NOT_KNOWN:  # otherwise the file has the role of its value
                 self.left_out.append((option, advice))
             return values
+        if any(map(of_tags, values[:1])):  # --prompt "… <lora:style:0.8>"
+            return values
         words = [*takewhile(lambda word: not names_file(word), values)] or [*values[:1]]
         words = words[:1] if form == Role.OTHER_FILE else words
         if advice == NOT_KNOWN and words and "strength" in self.command.options:
@@ -322,6 +335,8 @@ class TypedLine:
             value = right_form(value)
         elif template == "1-{}" and right_form(value):
             template, value = "{}", f"{1 - float(right_form(value)):g}"
+        elif template == "ratio:1/{}" and float(right_form(value) or 0):
+            template, value = "ratio:{}", f"{1 / float(right_form(value)):g}"
         row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
         text = right_value(row, text) if row and value else text
         if not value or not text or (name in ("--to", "--format") and not _is_format(value)):

@@ -160,6 +160,14 @@ LINES = {
     "axolotl merge-lora axolotl.yml": "./base.safetensors ./one.safetensors -o ./merged", "axolotl.yml": "./base.safetensors ./one.safetensors -o ./merged",
     "axolotl merge-lora axolotl.yml --lora-model-dir=two --output-dir x": "./base.safetensors two -o x",
     "base+one -o x": "base one -o x", "base <lora:one:te=0.5:unet=0.8:dyn=64>": "base one.safetensors:1,unet=0.8,te=0.5",
+    "mergekit-extract-lora tuned.safetensors base.safetensors x --rank=2": "extract base.safetensors tuned.safetensors -o x --rank 2",
+    "python convert_lora.py --input one --output x --target other --base base": "convert one --output x --to diffusers --base base",
+    "extract_locon.py base tuned x.safetensors --mode ratio --linear_ratio 0.5 --conv_quantile 0.75": "extract base tuned -o x.safetensors --rank ratio:2 --conv-rank sum:0.75",
+    "lora_post_hoc_ema.py one two --no_sort --output_file x --beta 0.9": "average one two -o x --ema 0.9", "base one -m 0.8": "base one:0.8", "base one two -a 0.5 -b 0.3": "base one:0.5 two:0.3",
+    "<lora:one:0.8> base.safetensors": "base.safetensors one.safetensors:0.8", "CUDA_VISIBLE_DEVICES=0 swift export --model base --adapters one": "base one",
+    "base one --block-weight BASE=0.5,B00=0.2": "base one --strength-for BASE=0.5 --strength-for B00=0.2", "base one --lbw NONE": "base one --strength-for lbw=NONE",
+    "denoiser <lora:one:0.8:0.5> -o x": "denoiser one.safetensors:1,unet=0.5,te=0 -o x", "base <lora:flat:0.5:0.7>": "base flat.safetensors:1,unet=0.7",
+    "--sd_model denoiser --models one --ratios 0.8": "denoiser one:1,unet=0.8,te=0", "base one --prompt <lora:two:0.5>": "base one two.safetensors:0.5",
     "base one:0.8:NONE two:0.5:ALL": "base one:0.8,lbw=NONE two:0.5,lbw=ALL",
     "base one --stength 0.7 --ouput x": "base one:0.7 --output x", "cp base one out.safetensors": "base one -o out.safetensors",
     # What has no counterpart
@@ -195,7 +203,10 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --vae tuned", ["leave it out: a merge is into one file; write lora-merge base one\n"]),
     ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "--some 0.5 (not known here; a strength is written one:0.5)"]),
     ("base one --fp16 --other x.safetensors", ["--other x.safetensors (not known here; an output is written -o x.safetensors)"]),
-    ("base one two --fp16 --lbws OUTALL INALL", ["for --lbws OUTALL INALL, use --strength-for lbw=1,0,0,… with a number for each block; write lora-merge base one two --dtype fp16"]),
+    ("base one two --fp16 --lbws strong weak", ["for --lbws strong weak, use --strength-for lbw=1,0,0,… with a number for each block; write lora-merge base one two --dtype fp16"]),
+    ("accelerate launch --num_processes 1 train_network.py --pretrained_model base --network_weights one", ["train_network.py trains", "name the files: lora-merge base one\n"]),
+    ("python lora_interrogator.py --sd_model base --model one", ["write lora-merge inspect base one\n"]),
+    ("batch axolotl.yml", ["a configuration of another program", "write lora-merge ./base.safetensors ./one.safetensors -o ./merged\n"]),
     ("base one --weight x", ["for --weight x, write the strength after the file name: one:0.8; write lora-merge base one"]),
     ("base one --only IN04 --out o", ["for --only IN04, use --strength-for, such as --strength-for te=0; write lora-merge base one -o o"]),
     ("base one --config jobs.yaml", ["for --config jobs.yaml, several merges go into a jobs file: lora-merge batch JOBS.yaml; write lora-merge base one"]),
@@ -223,7 +234,7 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
 
 
 @pytest.mark.parametrize("words", [
-    "one --base", "convert --input one --target other", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
+    "one --base", "convert --input one --target strange", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
     "resize one two --new_rank 2", "combine --models one two --model_tuned base", "unmerge base --base base", "base one --weight 1,0,0,1,1,0 --fp16",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
+    "name the files: lora-merge BASE ADAPTER":
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[accelerate launch --num_processes 1 train_network.py --pretrained_model base --network_weights one-parts12]",
     "write --max-memory …MiB":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors --max-memory 1KiB-5-the memory limit is too low-write lora-merge base.safetensors lora.safetensors --max-memory 8MiB]",
     "write --rank 32, or choose the format kohya or comfy":
