@@ -120,7 +120,7 @@ def _named(job: AdapterJob, sources: Sources) -> tuple[Names | None, list[tuple[
 def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:
     """Yield the notes on files with weights in the adapters' folders that are left out.
 
-    UsageError without a base for weights that were trained besides an adapter: only a base has their place.
+    UsageError without a base for weights that were trained with an adapter: only a base has their place.
     """
     tables = sources.inputs.folders if sources.inputs is not None else ()
     folders = tables or [adapter_folder(f.index) for f in sources.adapters if f.index.path.is_dir()]

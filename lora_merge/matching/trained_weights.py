@@ -1,4 +1,4 @@
-"""Weights that were trained besides the adapter and stored in files of their own, next to the adapter's.
+"""Weights that were trained in addition to the adapter and stored in files of their own, next to the adapter's.
 
 Trainers store so what they trained whole: projectors and norms of vision-language models (LLaVA), diffusion heads and
 connectors of speech models (VibeVoice), new heads. Such a file has names of the base, below a prefix of training, or

@@ -34,7 +34,7 @@ from .formula import takes
 from .orientation import known_types
 
 SEPARATORS: Final = ("___lorahyphen___", "__", "--", "/", "::", ":")
-"""Marks that stand for the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video
+"""Marks that replace the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video
 longcat_video/modules/lora_utils.py; the others by analogy."""
 
 MOST_NAME_PATTERNS: Final = 256
