@@ -1,7 +1,7 @@
 """BD-LoRA: LoRA with one factor block-diagonal and stored as its blocks; PEFT tuners/lora,
 `use_bdlora`.
 
-A [r, in / k] stands for diag(A_1 … A_k) with A_j its j-th r / k rows, or B [out, r / k] for
+A [r, in / k] means diag(A_1 … A_k) with A_j its j-th r / k rows, or B [out, r / k] for
 diag(B_1 … B_k) with B_j its j-th out / k rows. k follows from the shapes; k = 1 is plain LoRA."""
 
 from __future__ import annotations

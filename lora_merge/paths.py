@@ -28,7 +28,7 @@ ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 WEIGHT_SUFFIXES: Final = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
 )
-"""Suffixes of files with weights; those of the base would be stale beside the merged weights."""
+"""Suffixes of files with weights; those of the base would be stale next to the merged weights."""
 
 
 _SPLIT: Final = r"(?i).+-\d{5}-of-(?P<parts>\d{5})\.gguf"

@@ -23,7 +23,7 @@ from .text import size
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 
 TORCH_ROOM: Final = 768 << 20
-"""Bytes of address space that torch and a small merge take besides torch's libraries: modules, stacks, arenas."""
+"""Bytes of address space that torch and a small merge take next to its libraries: modules, stacks, arenas."""
 
 _workers = 1
 """The number of workers that share the cores of this machine; a worker sets it once, in its process."""

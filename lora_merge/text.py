@@ -221,8 +221,8 @@ Source: unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt."""
 class _Escapes(dict[int, int | str]):
     """Character → its JSON escape if it is hidden, else itself; each is computed when a text first has it."""
 
-    def __init__(self, kept: str) -> None:
-        super().__init__({ord(c): c for c in kept})
+    def __init__(self, unescaped: str) -> None:
+        super().__init__({ord(c): c for c in unescaped})
 
     def __missing__(self, c: int) -> int | str:
         # Beyond 16 bits JSON has two surrogates.

@@ -144,7 +144,7 @@ def test_help_shows_parameters_results_errors_and_gives_an_example(call: Any) ->
 
 
 def test_page_of_the_command_line_shows_every_option_with_its_default() -> None:
-    text = (ROOT / "lora_merge" / "cli" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "configs" / "site" / "pages" / "command-line.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+) \|", text, re.MULTILINE))
     assert {name.replace("-", "_") for name in rows} == {*OPTIONS}
     for name, default in rows.items():

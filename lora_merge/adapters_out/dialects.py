@@ -81,7 +81,7 @@ class Dialect:
     whole: bool = False
     """Whether new values of whole tensors are stored under the parameter's name."""
     bundles: bool = False
-    """Whether embeddings that OneTrainer stores beside the adapter have a place: `bundle_emb.`."""
+    """Whether embeddings that OneTrainer stores with the adapter have a place: `bundle_emb.`."""
     table: str = ""
     """The only table whose names it has, such as XLabs' for the attention of Flux."""
     others: Mapping[str, str] = field(default_factory=dict)

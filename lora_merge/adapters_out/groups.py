@@ -234,7 +234,7 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
         level = dialect.level_of(part)
         for body, view in views.items():
             if dialect.folder and V4.search(view.row_slices[0].key):
-                body = V4_WORDS.sub(lambda found: V4_LAYERS[found[0]], body)
+                body = V4_WORDS.sub(lambda word: V4_LAYERS[word[0]], body)
             inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(
                 HEAD_PREFIX
             )  # a head is outside
@@ -243,8 +243,8 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
             if not dot or parameter not in ("weight", "bias"):
                 module, parameter = name, "weight"
             if module:
-                beside = views.get(f"{module}.weight".removeprefix(level if inside else ""), view)
-                norm, bare = len(beside.shape) == 1, module == name
+                weight_view = views.get(f"{module}.weight".removeprefix(level if inside else ""), view)
+                norm, bare = len(weight_view.shape) == 1, module == name
                 yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
 
 

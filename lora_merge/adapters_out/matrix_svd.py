@@ -116,10 +116,10 @@ class _Bases:
 
     def heighten(self) -> None:
         """Add to U what Δ makes of the last block of V: Δ is known on all of V then."""
-        self.block, _, own = _apart(self.stack @ self.block, self.lefts)
+        self.block, _, factor = _apart(self.stack @ self.block, self.lefts)
         self.lefts = torch.cat((self.lefts, self.block), 2)
-        rest = self.core.new_zeros(len(own), own.shape[1], self.core.shape[2] - own.shape[2])
-        self.core = torch.cat((self.core, torch.cat((rest, own), 2)), 1)
+        rest = self.core.new_zeros(len(factor), factor.shape[1], self.core.shape[2] - factor.shape[2])
+        self.core = torch.cat((self.core, torch.cat((rest, factor), 2)), 1)
 
     def values(self) -> Tensor:
         """Return the squares of the singular values of B, the largest first."""

@@ -16,7 +16,7 @@ from ..disk.reader import Reader
 from ..dtypes import StoredTensor
 from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import TRAINED_FILES, Index
-from ..files.file_uses import UNPLACED, adapter_folder
+from ..files.file_uses import NEEDS_BASE, adapter_folder
 from ..job import Adapter
 from ..matching.fit_errors import check_scales
 from ..matching.formula import AdapterContext, check_settings, choose
@@ -120,13 +120,13 @@ def _named(job: AdapterJob, sources: Sources) -> tuple[Names | None, list[tuple[
 def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:
     """Yield the notes on files with weights in the adapters' folders that are left out.
 
-    UsageError without a base for weights that were trained besides an adapter: only a base has their place.
+    UsageError without a base for weights that were trained with an adapter: only a base has their place.
     """
     tables = sources.inputs.folders if sources.inputs is not None else ()
     folders = tables or [adapter_folder(f.index) for f in sources.adapters if f.index.path.is_dir()]
     for folder in (f for f in folders if f is not None):
-        unplaced = (file.name for file in folder.files if file.why == UNPLACED)
-        trained = [name for name in unplaced if TRAINED_FILES.fullmatch(Path(name).name)]
+        undecided = (file.name for file in folder.files if file.why == NEEDS_BASE)
+        trained = [name for name in undecided if TRAINED_FILES.fullmatch(Path(name).name)]
         if trained and job.base is None:
             raise UsageError("an adapter replaces whole tensors of the base", f"{folder.path}: {trained[0]}", GIVE_BASE)
         yield from folder.warning()

@@ -70,7 +70,7 @@ def local(groups: Sequence[JobGroup], workers: Workers, progress: Progress) -> I
 
 
 RAY: Final = (2, 60)
-"""A version of Ray whose local clusters ask for a token unless they are told not to. Not all versions before do."""
+"""A version of Ray whose local clusters ask for a token unless that is turned off. Not all versions before do."""
 
 
 INSTALL_RAY: Final = f'pip install -U "ray>={RAY[0]}.{RAY[1]}"'

@@ -50,7 +50,7 @@ def token_demanded() -> Iterator[None]:
     """Have a cluster that is started here ask everybody for a token, by its environment.
 
     Its processes listen on all interfaces, whatever address they are given, and run any code that they are sent. Ray
-    asks for a token unless it is told not to; UsageError if the user has told it so. The token is made for this
+    asks for a token unless that is turned off; UsageError if the user has turned it off. The token is made for this
     process, unless the user has set one, and is written nowhere.
     """
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets the first one itself

@@ -76,7 +76,7 @@ class Correction(NamedTuple):
     mistake: str
     """What is wrong with the strengths of the line as it is typed; "" for nothing."""
     repeated: bool
-    """Whether a strength stands for several adapters, which the user did not write."""
+    """Whether a strength is for several adapters, which the user did not write."""
 
 
 def corrected(reading: TypedLine) -> Correction:
@@ -135,7 +135,7 @@ def _take_share(reading: TypedLine, settings: list[Setting], terms: Sequence[_Te
 
 def _take_strengths(reading: TypedLine, terms: Sequence[_Term]) -> tuple[int, bool]:
     """Give each strength to its adapter: in order, or to those without a strength in order. Return how many there are,
-    and whether one stands for several adapters."""
+    and whether one is for several adapters."""
     stated = reading.strengths[""]
     if blocks := next((s for s in stated if len(numbers_in(s.value)) > max(len(terms), FEW)), None):
         raise NotClear(blocks.typed)  # weights of blocks

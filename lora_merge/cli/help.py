@@ -217,8 +217,8 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
     known = context.command if context is not None else commands.get(command)
     if text.startswith("Missing option") and (model := _model_as_adapter(known)):
         return model
-    own = _own_line(error, text, command, known)
-    fix = own.removesuffix("; ") if own.startswith("write lora-merge ") else f"{own}{see}"
+    corrected = _corrected_line(error, text, command, known)
+    fix = corrected.removesuffix("; ") if corrected.startswith("write lora-merge ") else f"{corrected}{see}"
     extra = _extra(text)
     what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
     return UsageError(what.rstrip("."), typed(), fix)
@@ -242,7 +242,7 @@ def _model_as_adapter(command: Any) -> MergeError | None:
     return None
 
 
-def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
+def _corrected_line(error: Exception, text: str, command: str, known: Any) -> str:
     """Return how to correct a line that lacks a word, or has one too many: the line itself, with values as in the
     example of the command's help."""
 

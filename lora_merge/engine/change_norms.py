@@ -53,7 +53,7 @@ class Replacement(NamedTuple):
 
 
 def replacements(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Match]) -> Iterator[Replacement]:
-    """Yield the targets that are tensors of adapters, and that no formula changes besides. Whole numbers are positions
+    """Yield the targets that are tensors of adapters, and that no formula changes too. Whole numbers are positions
     and counts, whose sizes say nothing."""
     owners: dict[str, int] = {}
     for number, match in enumerate(matched):

@@ -92,16 +92,16 @@ class RunSample:
     runs after it."""
 
     blocks: Sequence[Block]
-    stands_for: Sequence[int]  # values of its weight that those of each block stand for; 0: no sample
+    represents: Sequence[int]  # values of its weight that those of each block represent; 0: no sample
     period: int  # of so many values the first ones are a run
     before: Tensor  # [n, RUN]
     after: Tensor
 
     @staticmethod
-    def of(blocks: Sequence[Block], stands_for: Sequence[int], base: Tensor, period: int) -> RunSample:
+    def of(blocks: Sequence[Block], represents: Sequence[int], base: Tensor, period: int) -> RunSample:
         """Return the sample of consecutive blocks with these base values."""
         before = runs(base.view(-1), period)
-        return RunSample(blocks, stands_for, period, before, before)
+        return RunSample(blocks, represents, period, before, before)
 
     def note_sum(self, adapter: int, merged: Tensor) -> None:
         """Record nothing: one adapter changes these blocks."""
@@ -197,19 +197,19 @@ def _error(stored: Tensor, merged: Tensor, change: Tensor) -> Tensor:
 def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Measurement]:
     """Yield the measures of blocks from the sums of their runs; runs with values that are not finite are left out."""
     end = 0
-    for block, stands_for in zip(sample.blocks, sample.stands_for, strict=True):
+    for block, represents in zip(sample.blocks, sample.represents, strict=True):
         low, end = end, end + block.elements
-        if not stands_for:
+        if not represents:
             continue
         of_block = sums[:, -(-low // sample.period) : (end - RUN) // sample.period + 1]
         if not finite:
             of_block = of_block[:, of_block.isfinite().all(0)]
         if elements := RUN * of_block.shape[1]:
             weight, change, more, error, changed, _ = of_block.sum(1, dtype=torch.float64).tolist()
-            scale = stands_for / elements
+            scale = represents / elements
             whole = Share(change, change, change + more, error).scaled(scale)
             yield Measurement(block.target.name, Measure(
-                stands_for, elements, scale * changed, 0, scale * weight, float(of_block[5].max()), whole,
+                represents, elements, scale * changed, 0, scale * weight, float(of_block[5].max()), whole,
                 {block.slices[0].use.patch.adapter: whole},
             ))  # fmt: skip
 
@@ -233,14 +233,14 @@ class Sampling:
             return range(0, rows // count * count, rows // count)
         return range(min(rows, -(-count // group) * group))
 
-    def step(self, blocks: Sequence[Block], stands_for: int) -> int:
-        """Return n: one in n of `rows` is enough, if all of them stand for so many rows of the weight."""
+    def step(self, blocks: Sequence[Block], represents: int) -> int:
+        """Return n: one in n of `rows` is enough, if all of them represent so many rows of the weight."""
         block = blocks[0]
         if block.target.packed is None:
             return 1
         rows, enough = (
             self.rows(blocks),
-            max(stands_for // self.every, COARSE_FACTOR * self.least // max(block.cols, 1), 1),
+            max(represents // self.every, COARSE_FACTOR * self.least // max(block.cols, 1), 1),
         )
         return max(
             (step for step in (1, 2, 4, 8, 16) if len(rows) % step == 0 and len(rows) // step >= enough), default=1
@@ -254,8 +254,8 @@ class Sampling:
         """Return n: one run is sampled in every n values of each of some blocks."""
         return max(RUN, PERIOD // 256 * self.every // self._others(blocks))
 
-    def stands_for(self, blocks: Sequence[Block]) -> list[int]:
-        """Return how many rows of its weight the sampled rows of each block stand for; 0 for a block without a sample.
+    def represents(self, blocks: Sequence[Block]) -> list[int]:
+        """Return how many rows of its weight the sampled rows of each block represent; 0 for a block without a sample.
 
         Rows that are encoded together may be most of a block: then only some of such blocks are sampled, unless
         several are folded in one call.
@@ -273,7 +273,7 @@ class Sampling:
         return min(ROW_PERIOD, self.every)
 
     def _others(self, blocks: Sequence[Block]) -> int:
-        """Return how many blocks of its run one of some sampled blocks stands for, at most."""
+        """Return how many blocks of its run one of some sampled blocks represents, at most."""
         return min(self._period, max(-(-(b.run.high - b.run.low) // b.run.step) for b in blocks))
 
     def _until(self, block: Block) -> int:
@@ -301,7 +301,7 @@ class RowSample:
 
     blocks: Sequence[Block]
     rows: Sequence[range]  # of each block
-    stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
+    represents: Sequence[int]  # how many rows of its weight those of each block represent
     work: Tensor  # [3, n, width]: base, merged (then ΔW), the error of what is stored; beyond the rows zeros
     parts: list[AdapterChange] = field(default_factory=list)
     stored: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged values
@@ -313,7 +313,7 @@ class RowSample:
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
         """Return the sample of base values [n, rows, cols], before the fold; None if these blocks are not sampled."""
-        if not any(stands_for := sampling.stands_for(blocks)):
+        if not any(represents := sampling.represents(blocks)):
             return None
         # Memory for base, merged and stored values; the base values are taken now.
         rows, (n, _, cols) = sampling.rows(blocks), base.shape
@@ -323,9 +323,9 @@ class RowSample:
         sample = RowSample(
             blocks,
             [rows] * n,
-            stands_for,
+            represents,
             workspace(base, (3, n, width)),
-            step=sampling.step(blocks, max(stands_for)),
+            step=sampling.step(blocks, max(represents)),
         )
         take(strided(base, rows), sample.work.select(0, 0))
         return sample
@@ -379,7 +379,7 @@ class RowSample:
         if len(numbers) == len(self.blocks):
             return self
         return RowSample(
-            [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.stands_for[n] for n in numbers],
+            [self.blocks[n] for n in numbers], [self.rows[n] for n in numbers], [self.represents[n] for n in numbers],
             self.work[:, numbers], [part._replace(change=part.change[numbers]) for part in self.parts], step=self.step,
             units=[self.units[n] for n in numbers] if self.units else (),
         )  # fmt: skip
@@ -451,10 +451,10 @@ class RowSample:
             values = [unit * unit * x for x in values]
             values[4:SUMS] = changed, unit * largest
         weight, change, more, error, changed, largest = values[:SUMS]
-        # The sample stands for more rows of the weight.
-        block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
-        elements = len(rows) * block.cols if stands_for else 0
-        scale = stands_for / len(rows)
+        # The sample represents more rows of the weight.
+        block, rows, represents = self.blocks[n], self.rows[n], self.represents[n]
+        elements = len(rows) * block.cols if represents else 0
+        scale = represents / len(rows)
         whole = Share(change, change, change + more if known else None, error).scaled(scale)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
         for number, part in enumerate(self.parts):
@@ -463,7 +463,7 @@ class RowSample:
             share = Share(size, size, size + of_error, off) if separate else Share(size, applied=None)
             shares[part.adapter] = share.scaled(scale)
         sums = Measure(
-            stands_for * block.cols, elements, scale * changed if known else 0.0, 0, scale * weight, largest, whole,
+            represents * block.cols, elements, scale * changed if known else 0.0, 0, scale * weight, largest, whole,
             shares,
         )  # fmt: skip
         sampled = range(block.first + rows.start, block.first + rows.stop, rows.step)
@@ -513,7 +513,7 @@ def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
             else RowSample(
                 [b for w in alike for b in w.blocks],
                 [r for w in alike for r in w.rows],
-                [s for w in alike for s in w.stands_for],
+                [s for w in alike for s in w.represents],
                 torch.cat([w.work for w in alike], 1),
                 stored=None if first.stored is None else torch.cat([w.stored for w in alike if w.stored is not None]),
                 before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
@@ -551,7 +551,7 @@ def sample_of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowS
         return None
     if base.device.type != "cpu" or not sampling.by_runs(blocks):  # a device has runs of whole windows
         return RowSample.of(blocks, base, sampling)
-    elements = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+    elements = [rows * b.cols for rows, b in zip(sampling.represents(blocks), blocks, strict=True)]
     return RunSample.of(blocks, elements, base, sampling.period(blocks)) if any(elements) else None
 
 

@@ -303,7 +303,7 @@ class DeviceWindows:
         return both
 
     def measured(self, plan: int) -> Iterator[Measurement]:
-        """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
+        """Yield what is known of a plan's blocks next to the outcomes, when all windows are merged."""
         for lane, add in self.run_sums.rest():
             rest = self.blocks.lanes.turn(add, DeviceStream(lane.at))
             if not isinstance(rest, OutOfMemory):
@@ -368,14 +368,14 @@ def _follows(a: Fold, b: Fold) -> bool:
 
 
 def _joined(run: Sequence[Fold]) -> JoinedFold:
-    """Return consecutive blocks as one, which has a sample of its own and stands for no other."""
+    """Return consecutive blocks as one, which has a sample of its own and represents no other."""
     first, last = run[0], run[-1]
     whole = block(first.block.target, first.block.first, last.block.last)
     return JoinedFold(Fold(whole, first.source, first.at, first.apart), tuple(run))
 
 
 def _by_block(joined: JoinedFold) -> Iterator[Fold]:
-    """Yield the blocks that were joined; their samples stand for these alone."""
+    """Yield the blocks that were joined; their samples represent these alone."""
     for f in joined.parts:
         run = f.block.run._replace(low=joined.fold.block.first, high=joined.fold.block.last)
         yield replace(f, block=replace(f.block, run=run))

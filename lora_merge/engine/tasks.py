@@ -71,7 +71,7 @@ class EncodeTask(FoldTask):
 
 @dataclass(frozen=True)
 class FoldResult:
-    """What comes of fold tasks besides the bytes that they write; the sum of several."""
+    """The results of fold tasks, without the bytes that they write; the sum of several."""
 
     cut: Counter[str] = field(default_factory=Counter)  # tensor → how many values were cut
     uncovered: Mapping[str, float] = field(default_factory=dict)

@@ -37,7 +37,7 @@ PINNED_UNITS: Final = 24
 
 @dataclass
 class PlanResults:
-    """What comes of the windows of one plan besides the bytes in them."""
+    """The results of the windows of one plan, without the bytes in them."""
 
     spool: Spool  # the parts next to codes, until the files are complete
     measures: Measures = field(default_factory=Measures)

@@ -46,7 +46,7 @@ PEFT_FILES: Final = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
 LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
 TRAINED_FILES: Final = re.compile(r"(?:non_lora_\w+|trainable_params|new_embeddings)\.(?:bin|pt|pth|safetensors)")
-"""Files in which trainers store weights that they trained besides the adapter: LLaVA and its descendants, LongLoRA, and
+"""Files in which trainers store weights that they trained with the adapter: LLaVA and its descendants, LongLoRA, and
 the rows of new tokens that vLLM reads (vllm/lora/models.py)."""
 
 PICKLED: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

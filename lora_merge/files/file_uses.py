@@ -54,7 +54,7 @@ ONNX, MLX, Paddle, OpenVINO."""
 
 SECOND_SET_OF_MODEL: Final = "a second set of the model's weights"
 SECOND_SET_OF_ADAPTER: Final = "a second set of the adapter's weights"
-UNPLACED: Final = "whether it matches is known only with a base"
+NEEDS_BASE: Final = "whether it matches is known only with a base"
 OF_TRAINING: Final = "a state of the training, not a weight"
 OF_MODEL: Final = "the model in the adapter's folder"
 ANOTHER: Final = "another checkpoint of a training"
@@ -191,7 +191,7 @@ def folder_reason(folder: Path, base: Index) -> str:
 
 def adapter_folder(index: Index) -> Folder:
     """Return the files of an adapter's folder as they are without a base. `matching/trained_weights.py` looks for the
-    place of the UNPLACED ones in a base."""
+    match of the NEEDS_BASE ones in a base."""
     read, root = {*index.files, *index.index_files}, index.path
     stems = {path.stem for path in index.files}
     names_of_files = [header.tensors.keys() for header in index.headers.values()]
@@ -216,7 +216,7 @@ def adapter_folder(index: Index) -> Folder:
         elif (path.parent == root and path.stem in stems) or any(_same_names(path, names) for names in names_of_files):
             use = FileUse(name, "left out", SECOND_SET_OF_ADAPTER, tensors=True)
         else:
-            use = FileUse(name, "left out", UNPLACED, tensors=True)
+            use = FileUse(name, "left out", NEEDS_BASE, tensors=True)
         uses.append(use)
     return Folder("adapter", root, tuple(uses))
 

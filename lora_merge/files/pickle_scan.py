@@ -50,7 +50,7 @@ BYTEARRAY: Final = "builtins.bytearray"
 CALLED: Final = REBUILT | COPIES | PLAIN_GLOBALS | {TYPED, ENCODE, BYTEARRAY}
 
 NAMED_GLOBALS: Final = CALLED | {"torch.Tensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"}
-"""Globals that a file may name, besides torch's names for dtypes and storages (`_is_value`)."""
+"""Globals that a file may name, in addition to torch's names for dtypes and storages (`_is_value`)."""
 
 Data: TypeAlias = bytes | mmap
 

@@ -372,7 +372,7 @@ def advice_for_groups(down: Shape, weight: Shape) -> str:
 def raise_problems(
     result: Match, names: Names, failures: Sequence[MergeError], unfit: Sequence[Sequence[str]], unmatched: Unmatched
 ) -> None:
-    """Raise the worst problem: modules that do not fit, no module with a place, or some modules without one.
+    """Raise the worst problem: modules that do not fit, no module that matches, or some that do not.
 
     `unfit`: for each module that has another shape, the weights of the base that it changes.
     """
@@ -391,8 +391,8 @@ def raise_problems(
             misfit = explain(names, list(result.unmatched), shapes, index)
             why = misfit.reason if misfit else ""
             if misfit and misfit.kind == "name":
-                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
-                why = f"the base is {kind_of_model(names.what)}, and {no_place}"
+                no_match = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
+                why = f"the base is {kind_of_model(names.what)}, and {no_match}"
             why = why if misfit and misfit.adapter else f"{worst.what}: {why}"
         fix = misfit.advice if misfit else worst.fix.written
         if not why and result.modules > len(failures) == len(unfit):
@@ -401,7 +401,7 @@ def raise_problems(
         lost = len(failures) + len(result.unmatched.keys() & {m.where for m in modules})
         count = f"{lost} of {len(modules)} modules do not fit, such as " if lost > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
-    # Modules without a place: a file of another kind, no module at all, unknown tensors, or some modules.
+    # Modules that match nothing: a file of another kind, no module at all, unknown tensors, or some modules.
     left = counted(by_pattern(result.unmatched), LISTED_PATTERNS)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))

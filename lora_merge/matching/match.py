@@ -1,6 +1,6 @@
 """Matches the modules of one adapter with the base: which formula, with which scalars, changes which rows.
 
-`match_adapter` first gathers the facts that hold for all modules, then places module by module, then the parameters
+`match_adapter` first gathers the facts that hold for all modules, then matches module by module, then the parameters
 that are stored as whole values. What happens to each is collected in a `MatchDraft`; one error lists all problems of
 one kind. Nothing here reads weights.
 """
@@ -88,49 +88,49 @@ def adapter_context(  # noqa: PLR0913, PLR0917  # an adapter, a base and the use
     return AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, settings)
 
 
-def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strengths, unmatched: Unmatched) -> Match:
-    """Return the changes that one adapter makes to the base; with `skip`, without the modules that have no place.
+def match_adapter(facts: AdapterContext, base: KnownBase, strengths: Strengths, unmatched: Unmatched) -> Match:
+    """Return the changes that one adapter makes to the base; with `skip`, without the modules that match nothing.
 
-    `unplaced`: the facts about the adapter that are known without the base's tensors.
+    `facts`: what is known about the adapter without the base's tensors.
     """
-    names, adapter = base.names, unplaced.adapter
+    names, adapter = base.names, facts.adapter
     # The base as this adapter sees it: with the tensors that PEFT saved for it, and a head that may be separated.
-    stored = stored_base(unplaced, strengths, names, base.tensors, base.tied)
-    pair = AdapterPair(stored.tied, unplaced)
+    stored = stored_base(facts, strengths, names, base.tensors, base.tied)
+    pair = AdapterPair(stored.tied, facts)
     # The modules: also the ones that no key names, or whose keys have no known ending.
-    modules = [m for m in adapter.modules if not unplaced.rules.of(m.name).is_shared(m.name)]
-    rules, modules = unnamed_layers(unplaced.rules, modules, {**stored.base, **pair.new_tensors}, unplaced.config)
+    modules = [m for m in adapter.modules if not facts.rules.of(m.name).is_shared(m.name)]
+    rules, modules = unnamed_layers(facts.rules, modules, {**stored.base, **pair.new_tensors}, facts.config)
     lone = names.lone_expert([m.name for m in modules])
-    finder = WeightFinder(strengths, replace(unplaced, rules=rules), stored, pair, lone)
+    finder = WeightFinder(strengths, replace(facts, rules=rules), stored, pair, lone)
     modules, strange = with_values(modules, adapter.strange, rules)
     unnamed, strange = factor_pairs(names, strange, adapter.path)
     modules += unnamed
     # Facts of one module that depend on the other modules.
     widest = finder.widest(modules)
-    rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
-    rules = layer_relatives(rules, modules, finder.dtype, unplaced)
-    layers = BaseLayers(base_types(unplaced.config), names.recognised, partial(finder.of, adapter.modules))
-    context = replace(unplaced, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
-    # Place the modules, then the whole values.
-    placer = ModulePlacer(context, strengths, finder, gaps(modules, rules))
+    rules = rules.counting([m.name for m in modules], type_of(facts.config))
+    rules = layer_relatives(rules, modules, finder.dtype, facts)
+    layers = BaseLayers(base_types(facts.config), names.recognised, partial(finder.of, adapter.modules))
+    context = replace(facts, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
+    # Match the modules, then the whole values.
+    matcher = ModuleMatcher(context, strengths, finder, gaps(modules, rules))
     for module in modules:
-        placer.place(module)
+        matcher.match(module)
     for info in strange:
         if not rules.holds_for_all(info.name):
-            placer.place_value(info)
+            matcher.match_value(info)
     notes = [WAN_EXPERTS[lone]] if lone else [finder.change.note] if finder.change else []
-    return placer.match(notes, unmatched)
+    return matcher.result(notes, unmatched)
 
 
 @dataclass
 class MatchDraft:
-    """The match of one adapter while its modules are placed; the fields that `Match` has too are described there."""
+    """The match of one adapter while its modules are matched; the fields that `Match` has too are described there."""
 
     uses: dict[str, list[PatchPart]] = field(default_factory=dict)
     replaced: dict[str, StoredTensor] = field(default_factory=dict)
     created: dict[str, tuple[Shape, str]] = field(default_factory=dict)
     grown: dict[str, Shape] = field(default_factory=dict)
-    placed: list[str] = field(default_factory=list)
+    matched: list[str] = field(default_factory=list)
     unmatched: dict[str, str] = field(default_factory=dict)
     components: Counter[str] = field(default_factory=Counter)
     applied: Counter[tuple[str, float]] = field(default_factory=Counter)
@@ -148,13 +148,13 @@ class MatchDraft:
         self.remarks.setdefault(text, {})[module.where] = None
 
     def count(self, name: str, components: Collection[str]) -> None:
-        """Count a placed module and the components of the model that it changes."""
-        self.placed.append(name)
+        """Count a matched module and the components of the model that it changes."""
+        self.matched.append(name)
         for component in components:  # Counter.update takes five calls for one component
             self.components[component] += 1
 
     def leave_unused(self, module: Module, why: str, components: Collection[str] = ()) -> None:
-        """Record why the tensors of a placed module change nothing; count it, if its components are passed."""
+        """Record why the tensors of a matched module change nothing; count it, if its components are passed."""
         self.unused |= dict.fromkeys((info.name for info in module.tensors), why)
         if components:
             self.count(module.where, components)
@@ -165,8 +165,8 @@ class MatchDraft:
         self.notes.append(Note(f"{info.name}: {why}"))
 
 
-class ModulePlacer:
-    """Places the modules and values of one adapter on the base, one after the other, and records them in `draft`."""
+class ModuleMatcher:
+    """Matches the modules and values of one adapter with the base, one after the other, and records them in `draft`."""
 
     def __init__(
         self, context: AdapterContext, strengths: Strengths, finder: WeightFinder, lacks: Mapping[str, Gap]
@@ -181,12 +181,12 @@ class ModulePlacer:
         self.replaced_runs = 0  # of consecutive rows, so far
         self.has_elements = any(info.nbytes for info in context.adapter.index.tensors.values())
 
-    def match(self, notes: Sequence[Note], unmatched: Unmatched) -> Match:
+    def result(self, notes: Sequence[Note], unmatched: Unmatched) -> Match:
         """Return the frozen match, or raise one error that lists the problems."""
         draft = self.draft
         # Sizes that are right only together: embeddings with their head, values with their biases.
         errors = draft.shape_errors | self.stored.resized_alone(self.names, draft.replaced)
-        draft.failures += [errors[place] for place in errors if place not in self.new_values]  # a value sets the shape
+        draft.failures += [errors[rows] for rows in errors if rows not in self.new_values]  # a value sets the shape
         unfit, resized = resized_values(draft.replaced, self.base, self.path)
         draft.failures += unfit
         if unmatched == "error" and (refusal := shared_layers(self.context)):
@@ -194,7 +194,7 @@ class ModulePlacer:
         # Freeze the match; raise what is wrong with it.
         match = Match(
             self.context.adapter, draft.uses, draft.replaced, self.stored.copies, self.stored.bases, draft.created,
-            draft.grown, draft.placed, draft.unmatched, draft.components, draft.unused,
+            draft.grown, draft.matched, draft.unmatched, draft.components, draft.unused,
             (*notes, *draft.notes, *resized), frozenset(draft.settings | self.finder.settings), draft.applied,
         )  # fmt: skip
         raise_problems(match, self.names, draft.failures, draft.unfit, unmatched)
@@ -210,8 +210,8 @@ class ModulePlacer:
         remarks += [Note(NEW_BIAS.format(names=listed(new, 2)))] if new else []
         return replace(match, notes=(*match.notes, *([variant] if variant else []), *remarks))
 
-    def place(self, module: Module) -> None:
-        """Place one module: find its weight and formula and record the patch."""
+    def match(self, module: Module) -> None:
+        """Match one module: find its weight and formula and record the patch."""
         if (view := self._find_or_create(module)) is None:
             return
         # A copy for the other end of tied embeddings.
@@ -233,10 +233,10 @@ class ModulePlacer:
             self.draft.failures.append(lacking)
         self._add(patch, self.pair.key(view))
         if module.parameter == "weight":
-            self._place_bias(module, patch)
+            self._match_bias(module, patch)
 
     def _find_or_create(self, module: Module) -> WeightView | None:
-        """Return the parameter of a module, or its new bias; None if it has no place, and the reason is recorded."""
+        """Return the parameter of a module, or its new bias; None if it matches nothing, and the reason is recorded."""
         try:
             view = self.finder.find(module)
         except ShapeMismatch as e:
@@ -252,7 +252,7 @@ class ModulePlacer:
         return view
 
     def _lose(self, name: str, tensors: Collection[StoredTensor], why: str) -> None:
-        """Record a module without a place, or a tensor; it is left out if its network has factor 0."""
+        """Record a module that matches nothing, or a tensor; it is left out if its network has factor 0."""
         if self.strengths.leaves_out(name):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), OFF)
             self.draft.remarks.setdefault(LEFT_OUT, {})[name] = None
@@ -295,14 +295,14 @@ class ModulePlacer:
 
     def _record_misfit(self, module: Module, view: WeightView, error: MergeError) -> None:
         """Record a module that does not fit; it is left out if all that it changes has strength 0."""
-        places = {piece.key: self.names.component(piece.key) for piece in view.row_slices}
-        left_out = self.strengths.strength and not any(self.strengths.factor(*place) for place in places.items())
+        components = {piece.key: self.names.component(piece.key) for piece in view.row_slices}
+        left_out = self.strengths.strength and not any(self.strengths.factor(*part) for part in components.items())
         if left_out and isinstance(error, ShapeMismatch):
             self.draft.remark(LEFT_OUT, module)
-            self.draft.leave_unused(module, OFF, set(places.values()))
+            self.draft.leave_unused(module, OFF, set(components.values()))
         else:
             self.draft.failures.append(error)
-            self.draft.unfit += [[*places]] if isinstance(error, ShapeMismatch) else []
+            self.draft.unfit += [[*components]] if isinstance(error, ShapeMismatch) else []
 
     def _add(self, patch: Patch, key: str = "") -> None:
         """Record a patch for every tensor that it changes. `key`: the new tensor that takes the change instead."""
@@ -324,8 +324,8 @@ class ModulePlacer:
             self.draft.applied[component_strength] += 1
         self.draft.count(patch.module.where, {component for component, _ in added})
 
-    def _place_bias(self, module: Module, patch: Patch) -> None:
-        """Add a patch for the bias of a layer whose weight was placed, if the formula changes both."""
+    def _match_bias(self, module: Module, patch: Patch) -> None:
+        """Add a patch for the bias of a layer whose weight was matched, if the formula changes both."""
         up, on_input = module.slots.get("up"), module.slots.get("on_input")
         if on_input is not None and any(self.values.elements(on_input)):
             return  # (IA)³ of inputs
@@ -362,8 +362,8 @@ class ModulePlacer:
         self.draft.created[key] = weight.shape[:1], weight.row_slices[0].key
         return whole(key, weight.shape[:1])
 
-    def place_value(self, info: StoredTensor) -> None:
-        """Place a tensor without a known suffix: a new value of a parameter or of some rows, else unmatched."""
+    def match_value(self, info: StoredTensor) -> None:
+        """Match a tensor without a known suffix: a new value of a parameter or of some rows, else unmatched."""
         # What the configuration says about it, and the parameter that its name means.
         value = self.context.rules.of(info.name).stored_value(info.name)
         name, parameter = split_parameter(value.target if value else info.name)
@@ -376,7 +376,7 @@ class ModulePlacer:
             self._record_unneeded(info, value, view)
         elif value is not None and value.rows is not None and (twin := self.finder.twin(name, value.rows)):
             self._leave_out_twin(info, name, twin)
-        # No place; else some rows of a parameter; else a whole parameter, once.
+        # No match; else some rows of a parameter; else a whole parameter, once.
         elif (view := view or self._place_in_head(info, name, parameter, rows=bool(value and value.rows))) is None:
             self._lose(info.name, [info], STRANGE)
         elif value is not None and value.rows is not None:
@@ -405,8 +405,8 @@ class ModulePlacer:
             self.draft.failures.append(two_in_one_slot(self.path, twin, info))
 
     def _place_in_head(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
-        """Return the place of a value for a head that the base does not store."""
-        view = self.pair.place(info, name, parameter, rows=rows)
+        """Return the view of a value for a head that the base does not store."""
+        view = self.pair.view_of(info, name, parameter, rows=rows)
         if view is not None and self.pair.key(view):
             self.draft.ends[info.name] = self.pair.key(view)
         return view

@@ -129,7 +129,7 @@ class Undecided(ValueError):
 
 
 @dataclass(frozen=True)
-class ModulePlace:
+class ModuleMatch:
     """A module with its weight in the base, and the bias of its layer if its length shows the orientation."""
 
     module: Module
@@ -143,7 +143,7 @@ class BaseLayers:
 
     types: Collection[str]  # model types in its config.json
     recognised: Callable[[str], bool]  # whether a table knows the model of a tensor
-    places: Callable[[], Iterable[ModulePlace]]  # of the adapter's modules
+    matches: Callable[[], Iterable[ModuleMatch]]  # of the adapter's modules
 
 
 NO_FACTS: Final = BaseLayers((), lambda _: False, tuple)
@@ -217,21 +217,21 @@ class Orientation:
     @cached_property
     def _by_shape(self) -> Mapping[str, bool | None]:
         """Module → whether its weight is [in, out] by the shapes; None if they fit both ways."""
-        places = {place.module.name: self._is_in_out(place) for place in self._base.places()}
-        return {module.name: None for module in self._modules} | places
+        decided = {match.module.name: self._is_in_out(match) for match in self._base.matches()}
+        return {module.name: None for module in self._modules} | decided
 
     @cached_property
     def _layers(self) -> tuple[LayerOrientation, ...]:
         return tuple(LayerOrientation(name.rpartition(".")[2], in_out) for name, in_out in self._by_shape.items())
 
-    def _is_in_out(self, place: ModulePlace) -> bool | None:
+    def _is_in_out(self, match: ModuleMatch) -> bool | None:
         """Return the orientation by the length of the bias, which is the output's, else by the adapter's tensors."""
-        shape, bias = place.view.shape, place.bias.shape if place.bias else ()
-        if not _may_turn(place.view) or is_square(place.view):
+        shape, bias = match.view.shape, match.bias.shape if match.bias else ()
+        if not _may_turn(match.view) or is_square(match.view):
             return None
         if len(bias) == 1 and bias[0] in shape:
             return bias[0] == shape[1]
-        upright, turned = (self._fits(place.module, view) for view in (place.view, transposed(place.view)))
+        upright, turned = (self._fits(match.module, view) for view in (match.view, transposed(match.view)))
         return turned if upright != turned else None
 
 

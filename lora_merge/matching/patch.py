@@ -1,4 +1,4 @@
-"""The result of matching: the patches of an adapter on the base, and the modules without a place. No torch."""
+"""The result of matching: the patches of an adapter on the base, and the unmatched modules. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPY: Final = "the adapter contains it a second time; it is applied once"
 ZEROS: Final = "zeros for a bias that the layer does not have"
 NO_LAYER: Final = "it has no elements, and the base has no such layer"
 REPLACED_AGAIN: Final = "an adapter after it replaces the same parameter"
-"""Reasons why a placed tensor changes nothing. The proof checks them."""
+"""Reasons why a matched tensor changes nothing. The proof checks them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Match:
     bases: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
     created: Mapping[str, tuple[Shape, str]]  # new tensor → its shape, and the tensor next to which it is stored
     grown: Mapping[str, Shape]  # base key → its larger shape
-    placed: Sequence[str]  # modules with a place in the base
+    matched: Sequence[str]  # modules that match the base
     unmatched: Mapping[str, str]  # module → reason
     components: Mapping[str, int]  # component → modules
     unused: Mapping[str, str]  # tensor of the adapter that changes nothing → why
@@ -108,8 +108,8 @@ class Match:
 
     @property
     def modules(self) -> int:
-        """Number of modules with a place."""
-        return len(self.placed)
+        """Number of modules that match."""
+        return len(self.matched)
 
     @property
     def total(self) -> int:

@@ -3,8 +3,8 @@
 Trainers that split a fused layer (sd-scripts' `split_qkv`, its OFT for Flux, forks of musubi-tuner) train one adapter
 for the rows of each layer in it: q, k and v, and for single blocks of Flux also the MLP.
 
-**Parts** (`place`) change only the rows of their layer. The base decides which layers are fused, and in which order,
-because a pruned or partly trained adapter lacks some of the parts.
+**Parts** (`rows_of_part`) change only the rows of their layer. The base decides which layers are fused, and in which
+order, because a pruned or partly trained adapter lacks some of the parts.
 
 **LoRAs stored as one** (`as_trained`). With `split_qkv` sd-scripts trains n LoRAs of rank r, one for each fused layer,
 at scale α / r. It saves them as one LoRA of rank n · r with the same α and a block-diagonal `up`. Programs that read
@@ -66,8 +66,8 @@ NOT_SPLIT: Final = (
 )
 
 
-class NoPlace(ValueError):
-    """A part has no place in its weight."""
+class NoMatch(ValueError):
+    """A part has no rows in its weight."""
 
 
 @dataclass(frozen=True)
@@ -98,29 +98,29 @@ def heights(modules: Iterable[Module]) -> Mapping[str, RowParts]:
     return {name: RowParts(dict(sorted(parts.items()))) for name, parts in parts_of.items()}
 
 
-def place(view: WeightView, number: int, parts: RowParts, splits: Mapping[str, Split]) -> WeightView:
-    """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
+def rows_of_part(view: WeightView, number: int, parts: RowParts, splits: Mapping[str, Split]) -> WeightView:
+    """Return the rows of part `number` in the weight `view`; NoMatch if it has none, or if its rows do not fit.
 
     `splits`: source in the base → rows of every fused layer, in order. Without a source, the parts follow each
     other and must fill the weight.
     """
     if any(piece.transposed for piece in view.row_slices):
-        raise NoPlace(TURNED)
+        raise NoMatch(TURNED)
     rows, height = view.shape[0], parts.heights.get(number, 0)
     if parts.heights.keys() == {0} and height == rows:  # kohya's OFT also numbers layers that it does not split
         return view
     fused = agreed(splits)
     if splits and not fused:
-        raise NoPlace("; ".join(f"by {source} {_layers(split)}" for source, split in splits.items()))
+        raise NoMatch("; ".join(f"by {source} {_layers(split)}" for source, split in splits.items()))
     if not fused:
         starts = parts.starts
         if number not in parts.heights or rows != next(reversed(starts), None):
-            raise NoPlace(UNKNOWN_ROWS)
+            raise NoMatch(UNKNOWN_ROWS)
         return rows_of(view, starts[number], starts[number + 1])
     starts = [0, *accumulate(fused)]
     if number >= len(fused) or height not in (0, fused[number]):  # the formula checks an unknown height
         has = f"part {number} has {height} rows" if height else f"there is no layer for part {number}"
-        raise NoPlace(f"{has}; by {next(iter(splits))} {_layers(fused)}")
+        raise NoMatch(f"{has}; by {next(iter(splits))} {_layers(fused)}")
     return rows_of(view, starts[number], starts[number + 1])
 
 

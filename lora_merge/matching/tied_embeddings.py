@@ -73,8 +73,8 @@ class AdapterPair:
         """The new tensor of the head; None if it can have none."""
         return whole(self.weight, self.new_tensors[self.weight].shape) if self.new_tensors else None
 
-    def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
-        """Return the place of a value, or of rows, for a head that the base does not store; None without a place."""
+    def view_of(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
+        """Return the view of a value, or of rows, for a head that the base does not store; None if it has none."""
         key = self.weight if parameter == "weight" else f"{self._head}.{parameter}"
         # Only for an end that the base does not store.
         if self.tied is None or not self.is_end(name) or (parameter != "weight" and key not in self.new_tensors):
@@ -102,12 +102,12 @@ class AdapterPair:
         return by_rows
 
     def start_of(self, view: WeightView) -> WeightView:
-        """Return the view with the values that a place starts from: for a new head the embeddings."""
+        """Return the view with the values that a view starts from: for a new head the embeddings."""
         source = self.sources.get(self.key(view))
         return whole(source.name, source.shape) if source else view
 
     def key(self, view: WeightView) -> str:
-        """Return the name of a new tensor of the head; "" for all other places."""
+        """Return the name of a new tensor of the head; "" for all others."""
         return view.row_slices[0].key if view.row_slices[0].key in self.new_tensors else ""
 
     def changes_both(self, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""Weights that were trained besides the adapter and stored in files of their own, next to the adapter's.
+"""Weights that were trained in addition to the adapter and stored in files of their own, next to the adapter's.
 
 Trainers store so what they trained whole: projectors and norms of vision-language models (LLaVA), diffusion heads and
 connectors of speech models (VibeVoice), new heads. Such a file has names of the base, below a prefix of training, or
-only the names inside one of its modules. It is applied if all of its tensors have one place in the base by names and
-shapes. It is refused if only a part of them has, if several modules fit, or if a trainer calls the file so: a merge
+only the names inside one of its modules. It is applied if each of its tensors matches one of the base by name and
+shape. It is refused if only a part of them does, if several modules fit, or if a trainer calls the file so: a merge
 without it would be another model. Any other file is left out by name. No torch.
 """
 
@@ -22,15 +22,15 @@ from ..disk.files import Header
 from ..dtypes import StoredTensor
 from ..errors import FitError, InputError, MergeError
 from ..files.checkpoint import TRAINED_FILES, read_header
-from ..files.file_uses import UNPLACED, Folder
+from ..files.file_uses import NEEDS_BASE, Folder
 from ..models.names import Names
 from ..models.weights import whole
 from ..options import Unmatched
 from ..paths import real_path
 from ..text import Note, listed, plural, quoted
 
-NO_PLACE: Final = "no tensor of the base has these names"
-UNPLACED_LEFT_OUT: Final = "it matches nothing in the base, and --unmatched skip leaves it out"
+NO_MATCH: Final = "no tensor of the base has these names"
+UNMATCHED_LEFT_OUT: Final = "it matches nothing in the base, and --unmatched skip leaves it out"
 IS_BASE: Final = "it is the base"
 MOST_DROPPED_LEVELS: Final = 6  # of a name that are taken off
 APPENDED: Final = frozenset({"input_embeddings", "output_embeddings"})
@@ -48,7 +48,7 @@ class _Ambiguous(Exception):
 
 
 class _Problem(NamedTuple):
-    """Why the weights of a file cannot be placed, and what to do; empty texts without a problem."""
+    """Why the weights of a file cannot be matched, and what to do; empty texts without a problem."""
 
     what: str = ""
     fix: str = OTHER_BASE
@@ -59,15 +59,15 @@ def with_trained_weights(
 ) -> tuple[AdapterFile, Folder | None]:
     """Return the adapter with the weights of the other files of its folder, and the folder's table with their use.
 
-    FitError if a file is a part of what was trained and has no place in the base.
+    FitError if a file is a part of what was trained and matches nothing in the base.
     """
     uses, index = [], adapter.index
     tensors, headers = dict(index.tensors), dict(index.headers)
     strange, notes = [*adapter.strange], [*adapter.notes]
-    unplaced = [use for use in folder.files if use.why == UNPLACED] if folder else []
-    of_base = {real_path(path) for path in {info.file for info in base.values()}} if unplaced else set()
+    undecided = [use for use in folder.files if use.why == NEEDS_BASE] if folder else []
+    of_base = {real_path(path) for path in {info.file for info in base.values()}} if undecided else set()
     # Read each file without a use yet, but the base itself.
-    for use in unplaced:
+    for use in undecided:
         path = index.path / use.name
         if real_path(path) in of_base:
             uses.append(use._replace(why=IS_BASE))
@@ -79,33 +79,33 @@ def with_trained_weights(
                 raise
             uses.append(use._replace(why=f"it cannot be read: {e.what}"))
             continue
-        # The places of its tensors in the base.
-        placed, problem = _placed(path, header, names, base)
+        # The matches of its tensors with the base.
+        matched, problem = _matched(path, header, names, base)
         if problem.what and unmatched == "error":
             first = listed(map(quoted, header.tensors), 3)
             raise FitError(f"further weights that were trained with the adapter {problem.what}", f"{path}: {first}",
                            f"{problem.fix}; or leave the file out with `--unmatched skip`")  # fmt: skip
-        if problem.what or not placed:
-            uses.append(use._replace(why=UNPLACED_LEFT_OUT if problem.what else NO_PLACE))
+        if problem.what or not matched:
+            uses.append(use._replace(why=UNMATCHED_LEFT_OUT if problem.what else NO_MATCH))
             continue
         # They are values of the adapter.
-        for info in placed:
+        for info in matched:
             if info.name in tensors:
                 raise InputError(f"the tensor {quoted(info.name)} is in two files",
                                  f"{tensors[info.name].file} and {path.name}",
                                  "keep the right one of them in the folder")  # fmt: skip
             tensors[info.name] = info
         headers[path] = header
-        strange += placed
+        strange += matched
         uses.append(use._replace(use="read", why="", tensors=False))
-        notes.append(Note(f"{use.name}: {plural(len(placed), 'tensor')} replace those of the base"))
+        notes.append(Note(f"{use.name}: {plural(len(matched), 'tensor')} replace those of the base"))
     if folder is None or not uses:
         return adapter, folder
     index = replace(index, tensors=tensors, headers=headers, files=tuple(headers))
     return replace(adapter, index=index, strange=tuple(strange), notes=tuple(notes)), folder.replaced(uses)
 
 
-def _placed(
+def _matched(
     path: Path, header: Header, names: Names, base: Mapping[str, StoredTensor]
 ) -> tuple[list[StoredTensor], _Problem]:
     """Return the tensors of a file under the names of the base's; none, with the problem if there is one."""
@@ -133,7 +133,7 @@ def _renamed(infos: Sequence[StoredTensor], keys: Sequence[str]) -> list[StoredT
 
 
 def _key(info: StoredTensor, names: Names, base: Mapping[str, StoredTensor]) -> str | None:
-    """Return the tensor of the base that this name means, by all names that adapters use; None if it has no place."""
+    """Return the tensor of the base that a name means, by all names of adapters; None if it matches nothing."""
     name = info.name
     for pattern, kind, _ in STORED_VALUES:
         if kind == "value" and (match := pattern.fullmatch(name)):

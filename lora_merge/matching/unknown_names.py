@@ -1,7 +1,7 @@
 """Adapters whose names are in no table: one change of all module names, pairs of factors of unknown names. No torch.
 
 **Names of modules** (`common_change`). Trainers write an unknown word before all names, a level that the base lacks, or
-another mark between the levels. Such a change is used only if, with it, all modules without a place match weights by
+another mark between the levels. Such a change is used only if, with it, all unmatched modules match weights by
 name and shape, and no other change leads to other weights. A known prefix that names a network stays: what is for a
 text encoder is not looked for in the denoiser.
 
@@ -34,7 +34,7 @@ from .formula import takes
 from .orientation import known_types
 
 SEPARATORS: Final = ("___lorahyphen___", "__", "--", "/", "::", ":")
-"""Marks that stand for the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video
+"""Marks that replace the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video
 longcat_video/modules/lora_utils.py; the others by analogy."""
 
 MOST_NAME_PATTERNS: Final = 256
@@ -89,7 +89,7 @@ def common_change(
 ) -> CommonChange | None:
     """Return the change with which all of these modules match weights of the base by name and shape.
 
-    None if no change does that, or if two changes lead to different weights. `modules`: those without a place, in
+    None if no change does that, or if two changes lead to different weights. `modules`: the unmatched ones, in
     groups of names that differ only in numbers. `called`: the name under which a module is looked for.
     """
     if len(modules) > MOST_NAME_PATTERNS:
@@ -208,8 +208,8 @@ def factor_pairs(names: Names, strange: Sequence[StoredTensor], path: Path) -> t
     reads the inputs."""
     factors: dict[str, tuple[StoredTensor, StoredTensor, tuple[bool, bool]]] = {}
     for left, right in two_of_a_kind(strange):
-        placed = ((module, _matrix_shape(names, module)) for module in _above(left.name, right.name))
-        module, weight = next(((m, w) for m, w in placed if w is not None), ("", None))
+        shapes = ((module, _matrix_shape(names, module)) for module in _above(left.name, right.name))
+        module, weight = next(((m, w) for m, w in shapes if w is not None), ("", None))
         product = left.shape[0], right.shape[1]
         if weight is not None and product in (weight, weight[::-1]):
             factors[module] = left, right, (product == weight, product == weight[::-1])

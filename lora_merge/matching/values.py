@@ -123,7 +123,7 @@ def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor]
 
 
 def _read_besides(match: Match) -> Iterator[str]:
-    """Return the keys of the tensors that an adapter's formulas read besides the weights that they change."""
+    """Return the keys of the tensors that an adapter's formulas read in addition to the weights that they change."""
     views = (view for uses in match.uses.values() for use in uses for view in use.patch.base_slots.values())
     return (piece.key for view in views for piece in view.row_slices)
 

@@ -4,7 +4,7 @@
 weight wins:
 
 1. the names that the configuration allows for the module, as the base's names spell them (`Names.find`);
-2. these names with the change that all modules without a place have in common (unknown_names.py);
+2. these names with the change that all unmatched modules have in common (unknown_names.py);
 3. for a head or embeddings that the base does not store, a new tensor or the other end (tied_embeddings.py).
 
 A weight has the size of the adapter's own copy of it, if there is one (stored_base.py), and of a split module only the
@@ -41,8 +41,8 @@ from ..models.weights import WeightView, whole
 from ..row_ranges import RowNumbers
 from ..text import NUMBER
 from .formula import AdapterContext
-from .orientation import ModulePlace, is_square
-from .split_layers import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
+from .orientation import ModuleMatch, is_square
+from .split_layers import ALL_PARTS, NO_PARTS, PARTLY, NoMatch, heights, rows_of_part
 from .stored_base import StoredBase
 from .tied_embeddings import EMBEDDING_NAMES, AdapterPair
 from .unknown_names import CommonChange, common_change
@@ -75,7 +75,7 @@ class WeightFinder:
         self._parts = heights(context.adapter.modules)
         self._weights: dict[str, WeightView] = {}  # modules → their weights, once `of` has looked for all
         self._order = context.user_settings.get(ROW_ORDER)
-        self.settings: set[str] = set()  # the user's settings that a place depends on
+        self.settings: set[str] = set()  # the user's settings that a match depends on
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
         """Return a parameter by its name; None if the base has no such name."""
@@ -91,7 +91,7 @@ class WeightFinder:
 
     @cached_property
     def change(self) -> CommonChange | None:
-        """The common change of names with which the modules match that have no place under their own names."""
+        """The common change of names with which the modules match that are unmatched under their own names."""
         alike: dict[str, list[Module]] = {}
         for module in self._modules:
             if module.parameter == "weight":
@@ -105,7 +105,7 @@ class WeightFinder:
         return split_parameter(self._rules.of(module.name).targets(split_row_part(module.name)[0])[0])[0]
 
     def _is_known(self, module: Module) -> bool:
-        """Return whether the base has a place, or several, for a module under its own name."""
+        """Return whether the base has a weight, or several, for a module under its own name."""
         targets = self._rules.of(module.name).targets(split_row_part(module.name)[0])
         try:
             return any(self.names.find(*split_parameter(target)) is not None for target in targets)
@@ -155,19 +155,19 @@ class WeightFinder:
             return view
         # The rows of the part.
         try:
-            return place(view, number, self._parts.get(name, NO_PARTS), self.names.fused(view))
-        except NoPlace as e:
+            return rows_of_part(view, number, self._parts.get(name, NO_PARTS), self.names.fused(view))
+        except NoMatch as e:
             where = f"{self._path}: {module.where} of {view.row_slices[0].key}: {e}"
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
 
-    def of(self, modules: Iterable[Module]) -> Iterator[ModulePlace]:
-        """Yield the places of the modules that change a weight of the base."""
+    def of(self, modules: Iterable[Module]) -> Iterator[ModuleMatch]:
+        """Yield the matches of the modules that change a weight of the base."""
         for module in (m for m in modules if m.parameter == "weight"):
-            with suppress(MergeError):  # `find` raises this again when the module is placed
+            with suppress(MergeError):  # `find` raises this again when the module is matched
                 view = self.find(module)
                 if view is not None:
                     self._weights[module.name] = view
-                    yield ModulePlace(module, view, None if is_square(view) else self.look(module.name, "bias"))
+                    yield ModuleMatch(module, view, None if is_square(view) else self.look(module.name, "bias"))
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""

@@ -30,7 +30,7 @@ from ..errors import InputError, TooLarge, UsageError, misfit
 from ..files.checkpoint import open_checkpoint
 from ..job import SETTING
 from ..matching.formula import AdapterContext, choose
-from ..matching.orientation import BaseLayers, ModulePlace
+from ..matching.orientation import BaseLayers, ModuleMatch
 from ..models.weights import Weight, whole
 from ..planning.downloads import downloaded_paths
 from ..text import Shown
@@ -125,7 +125,7 @@ class LoadedAdapter(Shown):
         rows, cols = flat(shape)
         view = whole("weight", shape)
         settings = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
-        layers = BaseLayers((), lambda _: False, lambda: [ModulePlace(module, view, None)])
+        layers = BaseLayers((), lambda _: False, lambda: [ModuleMatch(module, view, None)])
         context = AdapterContext(0, self.file, self._rules, FileValues(), user_settings=settings, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
         if unread and (patch.reads_base or patch.base_slots or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes)):

@@ -30,7 +30,7 @@ class Inputs:
 
     @classmethod
     def joined(cls, job: Job, base: Index, lookup: Names, adapters: Iterable[AdapterFile]) -> Inputs:
-        """Return the inputs, each adapter with the weights that were trained besides it; FitError for such without a
+        """Return the inputs, each adapter with the weights that were trained with it; FitError for such without a
         place in the base."""
         both = []
         for file in adapters:

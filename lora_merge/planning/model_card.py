@@ -39,7 +39,7 @@ KNOWN: Final = frozenset(
     fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma
     """.split()  # noqa: SIM905  # a list of words
 )
-"""The words for a licence that hubs accept, besides `unknown` and `other`; they refuse cards with another word. Source:
+"""The words for a licence that hubs accept next to `unknown` and `other`; they refuse cards with another word. Source:
 the table of https://huggingface.co/docs/hub/repositories-licenses on 22 August 2026 (hub-docs 242f4a1)."""
 
 LICENCE_ALIASES: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-open-rail++-m": "openrail++"}
@@ -165,7 +165,7 @@ def _edited(card: str, front: Mapping[str, Any], ours: dict[str, Any]) -> str:
     edited = "".join(_yaml({name: ours[name]}) if name in ours else lines.get(name, "") for name in edited_entries)
     try:
         return edited if yaml.safe_load(edited) == edited_entries else _yaml(edited_entries)
-    except yaml.YAMLError:  # in braces, or with a word that stands for an entry that is gone
+    except yaml.YAMLError:  # in braces, or with a word in place of an entry that is gone
         return _yaml(edited_entries)
 
 

@@ -288,7 +288,7 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
         by_name[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),
             "strengths": by_component(m.strengths),
-            "patterns": {pattern: len(names) for pattern, names in by_pattern(m.placed).items()},
+            "patterns": {pattern: len(names) for pattern, names in by_pattern(m.matched).items()},
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
             "trigger_words": [*trigger_words(m.adapter.index)],
         }  # fmt: skip

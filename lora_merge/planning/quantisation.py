@@ -169,7 +169,7 @@ def _as_loaders_read(
     """Return the weights to quantise, changed so that loaders read the list of the other weights as it is meant.
 
     config.json lists the weights that are not quantised, and loaders compare only the ends of names: `proj_out`, the
-    last layer of Flux, stands for that layer of each block too. So such a last layer is quantised with them; if it
+    last layer of Flux, means that layer of each block too. So such a last layer is quantised with them; if it
     cannot be, they keep their values.
     https://github.com/huggingface/diffusers quantizers/bitsandbytes/utils.py, transformers quantizers_utils.py.
     """

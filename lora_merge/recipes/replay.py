@@ -65,7 +65,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
 ) -> dict[str, Any]:
     """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
 
-    Without `base` and `adapters` the inputs are searched by content beside the output, in the current folder
+    Without `base` and `adapters` the inputs are searched by content next to the output, in the current folder
     and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
     those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is

@@ -208,9 +208,9 @@ def entry(values: Mapping[str, Any], library: Library) -> dict[str, Any]:
         raise UsageError("there is no such form", str(values.get("command"))[:80], "load the page again")
     job: dict[str, Any] = {} if form.command == MERGE else {"command": form.command}
     job |= {**_inputs(form, values, library), **dict.fromkeys(form.always, True)}
-    given = values.get("options") or {}
+    options = values.get("options") or {}
     for name, row in form.options.items():
-        text = str(given.get(name) or "").strip()
+        text = str(options.get(name) or "").strip()
         if text and text != _text(row.default):
             job[name] = _value(row, text, library)
     if form.writes:

@@ -54,31 +54,31 @@ def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
     return _different(result, f"; {listed(alone)}" if alone else "") if different or rounded else _equal(result, alone)
 
 
-def _different(result: Mapping[str, Any], besides: str) -> dict[str, Any]:
-    """Return the verdict about two models with common tensors that are not all equal. `besides`: what only one has."""
+def _different(result: Mapping[str, Any], extra: str) -> dict[str, Any]:
+    """Return the verdict about two models with common tensors that are not all equal. `extra`: what only one has."""
     compared, different, rounded = result["compared"], result["different"], sum(result["rounded"].values())
     first, other = result["architectures"]
     merged = next((side for side, adapters in zip("AB", result["merges"], strict=True) if adapters), "")
     if not different and not merged:
         of = next(iter(result["rounded"]))
         same = f"The same model: {of}, and nothing else differs" if of else _rounded_anew(rounded, compared)
-        return _verdict("rounding", "good", f"{same}{besides}.")
+        return _verdict("rounding", "good", f"{same}{extra}.")
     share = result["total"]["relative"]
     if different and (share is None or share >= UNRELATED):
         if first != other:
             return _verdict("different models", "bad", f"Different models: A is {first}, B is {other}.")
         text = "Different weights: the models have the same layers, and nothing in common in them"
-        return _verdict("different weights", "bad", f"{text}{besides}.")
+        return _verdict("different weights", "bad", f"{text}{extra}.")
     changes = _changes(result, different, rounded)
     if merged:
         base, every = "A" if merged == "B" else "B", result["merges"]["AB".index(merged)]
         if not (left := [adapter for adapter in every if not TAKEN_OUT.search(adapter)]):
             names = listed((TAKEN_OUT.sub("", adapter) for adapter in every), 3)
             text = f"{merged} is {base} again, with {names} merged and taken out, by the recipe in {merged}: {changes}"
-            return {**_verdict("rounding", "good", f"{text}{besides}."), "inner": base}
+            return {**_verdict("rounding", "good", f"{text}{extra}."), "inner": base}
         text = f"{merged} is {base} with {listed(left, 3)} merged, by the recipe in {merged}: {changes}"
-        return {**_verdict("merged", "good", f"{text}{besides}."), "inner": base}
-    return _verdict("changed", "good", f"B is A with changes: {changes}{besides}.")
+        return {**_verdict("merged", "good", f"{text}{extra}."), "inner": base}
+    return _verdict("changed", "good", f"B is A with changes: {changes}{extra}.")
 
 
 def _rounded_anew(rounded: int, compared: int) -> str:

@@ -152,7 +152,7 @@ def _fit(
         "matched": matching.modules, "total": matching.total, "components": dict(matching.components),
         "strengths": by_component(matching.strengths),
         "effective": _effective(matched, lookup),
-        "patterns": {pattern: len(some) for pattern, some in by_pattern(matching.placed).items()},
+        "patterns": {pattern: len(some) for pattern, some in by_pattern(matching.matched).items()},
         "unmatched": dict(matching.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
         "notes": list(matching.notes), "why": why, **({"numbers": numbers(plan)} if numbers else {}),
     }  # fmt: skip

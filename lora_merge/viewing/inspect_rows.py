@@ -237,7 +237,7 @@ def training_value(name: str, value: Any) -> str:
 
 
 def _first(words: Iterable[str]) -> str:
-    """Return the first of some words, at most TAGS and as many as a line holds, and how many there are besides."""
+    """Return the first of some words, at most TAGS and as many as a line holds, and how many more there are."""
     every = list(words)
     ends = [*accumulate(len(word) + 2 for word in every)]
     shown = max(1, min(TAGS, bisect_right(ends, VALUE_WIDTH + 2)))

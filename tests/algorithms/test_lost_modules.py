@@ -13,7 +13,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
-from lora_merge.matching.match import ModulePlacer
+from lora_merge.matching.match import ModuleMatcher
 from lora_merge.planning import changes, checkpoint_cache, make_plan
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.proof.account import Account, account
@@ -45,9 +45,9 @@ def _ungrouped(group: Any, index: Any) -> Any:
     return replace(found, modules=tuple(m for m in found.modules if LOST not in m.name))
 
 
-def _unplaced(place: Any, self: Any, module: Any) -> None:
+def _unmatched(match: Any, self: Any, module: Any) -> None:
     if LOST not in module.name:
-        place(self, module)
+        match(self, module)
 
 
 def _counted_only(add: Any, self: Any, patch: Any, *more: Any) -> None:
@@ -71,8 +71,8 @@ def _unwritten(outputs: Any, *arguments: Any) -> Any:
 
 WAYS: dict[str, Break] = {
     "it is never grouped": _around(checkpoint_cache, "group", _ungrouped),
-    "it is never placed": _around(ModulePlacer, "place", _unplaced),
-    "it is counted and not applied": _around(ModulePlacer, "_add", _counted_only),
+    "it is never matched": _around(ModuleMatcher, "match", _unmatched),
+    "it is counted and not applied": _around(ModuleMatcher, "_add", _counted_only),
     "its uses are dropped": _around(changes, "match_adapter", _unused),
     "its tensors are planned without it": _around(make_plan, "outputs", _unwritten),
 }

@@ -146,7 +146,7 @@ def test_zeros_of_glora_for_a_bias_that_the_layer_lacks_are_reported_and_counted
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "GLORA"}))
     plan = lora_merge.plan(tmp_path / "base.safetensors", tmp_path / "lora", tmp_path / "o.safetensors")
     (one,) = plan.adapters
-    assert sorted(one.placed) == ["a", "a.bias", "b", "b.bias"]
+    assert sorted(one.matched) == ["a", "a.bias", "b", "b.bias"]
     assert dict(one.components) == {"model": 4}
     assert [name for name, why in one.unused.items() if why == ZEROS] == [f"a.glora_{k}.zeros" for k in "CDE"]
 

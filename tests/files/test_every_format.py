@@ -18,7 +18,6 @@ from torch import Tensor
 import lora_merge
 from lora_merge.dtypes import GGUF_TYPES, QUANTISED_DTYPES
 from lora_merge.errors import InputError
-from lora_merge.files import formats
 from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
 from lora_merge.files.formats import FORMATS
 from lora_merge.files.formats.base import Checkpoint, WeightClaim
@@ -34,6 +33,7 @@ from tests.kit.files import load, save
 from tests.kit.gguf_files import Array
 from tests.kit.pairs import examples
 from tests.kit.quantised import NAMES, SIZES, adapter, base, same
+from tests.kit.readme import ROOT
 from tests.kit.tensors import rand
 
 
@@ -313,7 +313,7 @@ def test_nan_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: 
                 assert all(same(made[key], spoilt[key]) for key in spoilt if key.startswith(layer))
 
 
-PAGE = (Path(formats.__file__).parent / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "configs" / "site" / "pages" / "formats.md").read_text(encoding="utf-8")
 
 
 def test_page_describes_every_format_as_the_code_does() -> None:

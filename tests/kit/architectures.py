@@ -81,8 +81,8 @@ def native_views(diffusers: Mapping[str, Shape]) -> dict[str, WeightView]:
     """Native key → the rows of a diffusers base that our tables say it is made of."""
     from lora_merge.models.name_table import spelled
 
-    found = names(index(diffusers))
-    part = found.parts[0]
+    base_names = names(index(diffusers))
+    part = base_names.parts[0]
     assert part.architecture is not None
     table = part.architecture.spellings["native"].settled(part.keys)
     covered = {k for k in diffusers if table.spelled(tuple(k.split(".")))}

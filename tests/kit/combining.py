@@ -15,11 +15,11 @@ def changes(count: int = 3) -> list[torch.Tensor]:
     return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(count)]
 
 
-def run(method: str, given: list[torch.Tensor], strengths: list[float], **numbers: object) -> torch.Tensor:
+def run(method: str, changes: list[torch.Tensor], strengths: list[float], **numbers: object) -> torch.Tensor:
     return combined(
         method,
-        [t.clone() for t in given],
+        [t.clone() for t in changes],
         strengths,
         MethodParameters(**numbers),
-        [f"seed {n}" for n in range(len(given))],
+        [f"seed {n}" for n in range(len(changes))],
     )  # type: ignore[arg-type]

@@ -27,11 +27,11 @@ class Host:
         self.runs: list[str] = []  # nodes that have run, of the last workflow
         self._cache: dict[str, tuple[str, Any]] = {}
 
-    def post(self, workflow: Workflow, made: Workflow | None = None) -> dict[str, Any]:
-        """The output of each node of a workflow. `made`: nodes that other nodes make while it runs."""
+    def post(self, workflow: Workflow, expanded: Workflow | None = None) -> dict[str, Any]:
+        """The output of each node of a workflow. `expanded`: nodes that other nodes create while it runs."""
         outputs: dict[str, Any] = {}
         self.runs = []
-        for name, entry in {**workflow, **(made or {})}.items():
+        for name, entry in {**workflow, **(expanded or {})}.items():
             if entry["class_type"] not in self.nodes:  # only lazy inputs lead to it, which do not make it run
                 continue
             node = self.nodes[entry["class_type"]]
@@ -39,7 +39,7 @@ class Host:
             assert not lazy or node.check_lazy_status(**dict.fromkeys(lazy)) == []
             inputs = {key: value for key, value in entry["inputs"].items() if key not in lazy}
             ancestors = [entry["inputs"][key] for key in lazy if key in entry["inputs"]]
-            node.hidden = SimpleNamespace(dynprompt=DynamicPrompt(workflow, made or {}), unique_id=name)
+            node.hidden = SimpleNamespace(dynprompt=DynamicPrompt(workflow, expanded or {}), unique_id=name)
             constants = {key: value for key, value in inputs.items() if not isinstance(value, list)}
             print_of = node.fingerprint_inputs(**nested(node, constants))
             key = f"{entry['class_type']} {inputs} {print_of} {ancestors and workflow} {[outputs[v[0]].values for v in inputs.values() if isinstance(v, list)]}"
@@ -54,8 +54,8 @@ class Host:
 class DynamicPrompt:
     """What ComfyUI passes to nodes that ask for DYNPROMPT."""
 
-    def __init__(self, workflow: Workflow, made: Workflow) -> None:
-        self._nodes = {**workflow, **made}
+    def __init__(self, workflow: Workflow, expanded: Workflow) -> None:
+        self._nodes = {**workflow, **expanded}
 
     def has_node(self, name: str) -> bool:
         return name in self._nodes

@@ -16,15 +16,15 @@ def slowness() -> float:
 
 def steps(act: Callable[[], object]) -> int:
     """How many calls Python makes for it: work is counted, since seconds are another machine's and another hour's."""
-    made = 0
+    calls = 0
 
     def count(_frame: object, event: str, _arg: object) -> None:
-        nonlocal made
-        made += event in ("call", "c_call")
+        nonlocal calls
+        calls += event in ("call", "c_call")
 
     sys.setprofile(count)
     try:
         act()
     finally:
         sys.setprofile(None)
-    return made
+    return calls

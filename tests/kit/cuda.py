@@ -90,17 +90,17 @@ class Layers:
 
     def folded(self, device: str, compute: str, staged: int = STAGED) -> Tensor:
         """[layers, rows, cols] in fp32, by three threads. `staged`: the bytes of one call."""
-        found = [torch.empty(self.tensors[t.name].shape) for t in self.targets]
+        merged = [torch.empty(self.tensors[t.name].shape) for t in self.targets]
         with ThreadPoolExecutor(3) as pool:
             at = places(device, compute)
             tensors = PatchTensors(lambda info: self.tensors[info.name], self.base)
             folder = BlockFolder(at, tensors, pool, FoldOptions(limits=MemoryLimits(staged=staged)))
             folder.fold([
                 FoldTask(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
-                for t, into in zip(self.targets, found, strict=True) for b in row_blocks.blocks(t)
+                for t, into in zip(self.targets, merged, strict=True) for b in row_blocks.blocks(t)
             ])  # fmt: skip
         assert not folder.memory.notes, "nothing was folded elsewhere"
-        return torch.stack(found)
+        return torch.stack(merged)
 
 
 def oft(n: int, out: int) -> Tensors:
@@ -136,9 +136,9 @@ def expect_layers_rounded(tmp_path: Path, dtype: str, options: dict[str, str]) -
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        given = {"device": "cuda", **options}
+        arguments = {"device": "cuda", **options}
         files = save(base, tmp_path / "b"), save(adapter, tmp_path / "a")
-        report = lora_merge.merge(*files, tmp_path / "o", dtype=dtype, **given)
+        report = lora_merge.merge(*files, tmp_path / "o", dtype=dtype, **arguments)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)

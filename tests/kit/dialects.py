@@ -42,7 +42,7 @@ EVERY = ("native/flux-dev", "native/hunyuanvideo", "native/zimage-fused", "diffu
 """Models that are written in every dialect; the others in one, which is drawn by the model's name."""
 
 
-def matrices(found: Names, to: str) -> dict[str, WeightView]:
+def matrices(names: Names, to: str) -> dict[str, WeightView]:
     """Module, as a dialect names it → its rows."""
-    dialect = DIALECTS[to].of(found.known)
-    return {named(dialect, p): p.view for p in places(found, dialect) if len(p.view.shape) > 1}
+    dialect = DIALECTS[to].of(names.known)
+    return {named(dialect, p): p.view for p in places(names, dialect) if len(p.view.shape) > 1}

@@ -27,20 +27,20 @@ def flux() -> Tensors:
 
 def of_flux(*, dora: bool = False, loha: bool = False) -> Tensors:
     """An adapter for every layer of the tiny Flux, in kohya's names; α is not the rank."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for n, (key, weight) in enumerate(flux().items()):
         if weight.ndim < 2:
             continue
         out, cols = weight.shape
         name = "lora_unet_" + key.removesuffix(".weight").replace(".", "_")
-        found[f"{name}.alpha"] = torch.tensor(1.5)
+        tensors[f"{name}.alpha"] = torch.tensor(1.5)
         if loha:
             for half in ("w1", "w2"):
-                found[f"{name}.hada_{half}_a"] = rand(out, 2, seed=n)
-                found[f"{name}.hada_{half}_b"] = rand(2, cols, seed=n + 50)
+                tensors[f"{name}.hada_{half}_a"] = rand(out, 2, seed=n)
+                tensors[f"{name}.hada_{half}_b"] = rand(2, cols, seed=n + 50)
             continue
-        found[f"{name}.lora_up.weight"] = rand(out, 3, seed=n)
-        found[f"{name}.lora_down.weight"] = rand(3, cols, seed=n + 50)
+        tensors[f"{name}.lora_up.weight"] = rand(out, 3, seed=n)
+        tensors[f"{name}.lora_down.weight"] = rand(3, cols, seed=n + 50)
         if dora:
-            found[f"{name}.dora_scale"] = rand(out, 1, seed=n).abs()
-    return found
+            tensors[f"{name}.dora_scale"] = rand(out, 1, seed=n).abs()
+    return tensors

@@ -74,11 +74,11 @@ def write(path: Path, arch: str, tensors: Mapping[str, tuple[Array, str]], entri
 
 def read(path: Path) -> dict[str, tuple[Array, str]]:
     """Every tensor as numbers and type, as the library reads them."""
-    found = {}
+    tensors = {}
     for t in GGUFReader(path).tensors:
         shape = tuple(reversed([int(n) for n in t.shape]))
-        found[t.name] = (quants.dequantize(t.data, t.tensor_type).reshape(shape), t.tensor_type.name)
-    return found
+        tensors[t.name] = (quants.dequantize(t.data, t.tensor_type).reshape(shape), t.tensor_type.name)
+    return tensors
 
 
 def fields(path: Path) -> dict[str, Any]:

@@ -23,19 +23,19 @@ def normal(*shape: int, seed: int = 0) -> Array:
 
 def flux(kind: str) -> dict[str, tuple[Array, str]]:
     """A little of Flux as city96's converter writes it: four quantised layers, others in plain numbers."""
-    found = {f"{name}.weight": (normal(96, 256, seed=n), kind) for n, name in enumerate(LAYERS)}
-    found |= {f"{name}.bias": (normal(96, seed=n), "F32") for n, name in enumerate(LAYERS)}
-    found |= {f"double_blocks.{i}.img_attn.norm.query_norm.scale": (normal(37), "F32") for i in range(2)}
-    return found | {"img_in.weight": (normal(32, 16), "F16"), "final_layer.linear.weight": (normal(16, 32), "BF16")}
+    weights = {f"{name}.weight": (normal(96, 256, seed=n), kind) for n, name in enumerate(LAYERS)}
+    weights |= {f"{name}.bias": (normal(96, seed=n), "F32") for n, name in enumerate(LAYERS)}
+    weights |= {f"double_blocks.{i}.img_attn.norm.query_norm.scale": (normal(37), "F32") for i in range(2)}
+    return weights | {"img_in.weight": (normal(32, 16), "F16"), "final_layer.linear.weight": (normal(16, 32), "BF16")}
 
 
 def style(layers: list[str] = TOUCHED, rank: int = 4) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for n, name in enumerate(layers):
         stem = "lora_unet_" + name.replace(".", "_")
-        found[f"{stem}.lora_down.weight"] = rand(rank, 256, seed=n)
-        found[f"{stem}.lora_up.weight"] = rand(96, rank, seed=n + 50)
-    return found
+        tensors[f"{stem}.lora_down.weight"] = rand(rank, 256, seed=n)
+        tensors[f"{stem}.lora_up.weight"] = rand(96, rank, seed=n + 50)
+    return tensors
 
 
 def change(name: str, layers: list[str] = TOUCHED) -> Array:

@@ -45,9 +45,9 @@ def gguf(entries: Mapping[str, Any], names: Iterable[str], shape: tuple[int, ...
     entries = {"general.alignment": 8, **entries}
     infos, data = [], b""
     for name in names:
-        own = {".lora_a": (1, *shape[-1:]), ".lora_b": (*shape[:1], 1)}.get(name[-7:], shape)
-        infos.append(text(name) + struct.pack(f"<I{len(own)}QIQ", len(own), *own[::-1], 1, len(data)))
-        data += b"\0<" * prod(own)
+        axes = {".lora_a": (1, *shape[-1:]), ".lora_b": (*shape[:1], 1)}.get(name[-7:], shape)
+        infos.append(text(name) + struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes[::-1], 1, len(data)))
+        data += b"\0<" * prod(axes)
         data += bytes(-len(data) % 8)
     kvs = [entry(key, value) for key, value in entries.items()]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(kvs)) + b"".join(kvs) + b"".join(infos)
@@ -66,8 +66,8 @@ def fitting(names: Iterable[str], limit: int) -> list[str]:
 
 def halves(names: Iterable[str], limit: int) -> list[str]:
     """The tensors of a LoRA of as many weights as fit."""
-    found = fitting((f"{name}.lora_{x}" for name in names for x in "ab"), limit)
-    return found[: len(found) // 2 * 2]
+    keys = fitting((f"{name}.lora_{x}" for name in names for x in "ab"), limit)
+    return keys[: len(keys) // 2 * 2]
 
 
 def gguf_files(limit: int) -> Iterator[tuple[str, Files]]:
@@ -158,10 +158,10 @@ def recipes(limit: int) -> Iterator[tuple[str, Files]]:
 def compared(limit: int) -> Iterator[tuple[str, Files]]:
     """Two models of every kind of names: the same ones, the same in another order, and others."""
     for kind, names in SHAPES.items():
-        own = some(names(), limit)
-        yield f"{kind}: the same", {"base": flat(own), "b": flat(own[::-1])}
-        yield f"{kind}: others", {"base": flat(own), "b": flat(some((f"other.{n}" for n in names()), limit))}
-        yield f"{kind}: a model and an adapter", {"base": flat(own), "b": lora(names(), limit)}
+        keys = some(names(), limit)
+        yield f"{kind}: the same", {"base": flat(keys), "b": flat(keys[::-1])}
+        yield f"{kind}: others", {"base": flat(keys), "b": flat(some((f"other.{n}" for n in names()), limit))}
+        yield f"{kind}: a model and an adapter", {"base": flat(keys), "b": lora(names(), limit)}
 
 
 def told_apart(folder: Path) -> int:

@@ -94,8 +94,8 @@ def pickles() -> Iterator[tuple[str, bytes]]:
         + b"".join(text(str(n)) + none for n in range(LIMIT // 50))
         + pickle.SETITEMS
     )
-    made = named("collections.OrderedDict") + pickle.EMPTY_TUPLE + call
-    yield "a state, again and again", stream(table, *(made + get(0) + pickle.BUILD for _ in range(LIMIT // 50)))
+    ordered = named("collections.OrderedDict") + pickle.EMPTY_TUPLE + call
+    yield "a state, again and again", stream(table, *(ordered + get(0) + pickle.BUILD for _ in range(LIMIT // 50)))
     row = pickle.EMPTY_LIST + put(0) + pickle.MARK + b"K\1" * (LIMIT // 10) + pickle.APPENDS + put(1)
     rows = pickle.EMPTY_LIST + pickle.MARK + b"".join(get(1) for _ in range(LIMIT // 10)) + pickle.APPENDS
     yield "a list of one list, a hundred thousand times", stream(row, rows)
@@ -128,14 +128,14 @@ def pickles() -> Iterator[tuple[str, bytes]]:
         + b"K\0"
         + sizes
         + pickle.NEWFALSE
-        + made
+        + ordered
         + pickle.TUPLE
         + call
     )
     yield "a number seen as gigabytes", stream(pickle.EMPTY_DICT, text("a.weight"), strewn, pickle.SETITEM)
     yield "a set of a tensor's numbers", stream(named("builtins.set"), strewn, one, call)
     yield "a set of a storage's numbers", stream(named("builtins.set"), giant, one, call)
-    yield "a state that is a tensor", stream(made, strewn, pickle.BUILD)
+    yield "a state that is a tensor", stream(ordered, strewn, pickle.BUILD)
     for name in ("torch.Tensor", "torch.FloatTensor", "torch.storage.UntypedStorage", "torch.storage.TypedStorage"):
         yield f"{name} of a number", stream(named(name), huge, one, call)
         yield f"a new {name} of a number", stream(named(name), huge, one, pickle.NEWOBJ)
@@ -308,8 +308,8 @@ def command(*arguments: object) -> int:
     from lora_merge.cli.main import main
 
     sys.argv = ["lora-merge", *map(str, arguments)]
-    told = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         try:
             main()
             code = 0
@@ -318,11 +318,11 @@ def command(*arguments: object) -> int:
         finally:
             SPENT.append(time.process_time() - started)
     in_table = (arguments[0], code) == ("inspect", 4)  # a misfit may be told there
-    if code and (told.getvalue() or not in_table):
-        assert "\n  where: " in told.getvalue(), told.getvalue()[:300]
-        assert "\n  fix:   " in told.getvalue(), told.getvalue()[:300]
-        assert "Traceback" not in told.getvalue()
-        assert len(told.getvalue()) < 20_000
+    if code and (errors.getvalue() or not in_table):
+        assert "\n  where: " in errors.getvalue(), errors.getvalue()[:300]
+        assert "\n  fix:   " in errors.getvalue(), errors.getvalue()[:300]
+        assert "Traceback" not in errors.getvalue()
+        assert len(errors.getvalue()) < 20_000
     return code
 
 
@@ -371,7 +371,7 @@ def peak() -> float:
     return int(line.split()[1]) / 1024
 
 
-def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -> None:
+def run(root: Path, cases: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -> None:
     """Give every input to the command line; one line each: name, bytes, what came of it, seconds of the slowest command, MB."""
     import torch
     import torch._subclasses.fake_tensor
@@ -384,7 +384,7 @@ def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -
     torch.set_num_threads(1)
     collect_rarely()  # as the program does
     assert lora_merge.__version__
-    for number, (name, files, act) in enumerate(given):
+    for number, (name, files, act) in enumerate(cases):
         folder = root / str(number)
         folder.mkdir()
         for file, content in files.items():
@@ -395,16 +395,16 @@ def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -
         before = peak()
         SPENT.clear()
         try:
-            told: Any = act(folder)
+            answer: Any = act(folder)
         except Exception as e:  # noqa: BLE001  # one that is none of ours is what is looked for
-            told = repr(e)[:300]
+            answer = repr(e)[:300]
         shutil.rmtree(folder)
         print(
             json.dumps(
                 [
                     name,
                     max(map(len, files.values()), default=0),
-                    told,
+                    answer,
                     round(max(SPENT, default=0), 2),
                     round(peak() - before),
                 ]

@@ -59,8 +59,8 @@ def models() -> Iterator[tuple[str, dict[str, list[int]]]]:
     """For every layout of every known model: the tensors that tell it."""
     for architecture in shipped():
         for layout, conditions in architecture.layouts.items():
-            own = {c.key: [size(a) for a in c.shape or ("1", "1")] for c in conditions if not c.absent}
-            yield f"{architecture.title} ({layout})", own
+            shapes = {c.key: [size(a) for a in c.shape or ("1", "1")] for c in conditions if not c.absent}
+            yield f"{architecture.title} ({layout})", shapes
 
 
 def size(axis: str) -> int:
@@ -127,13 +127,13 @@ SHAPES: dict[str, Callable[[], Iterator[str]]] = {
 
 def some(names: Names, limit: int, cost: int = 72) -> list[str]:
     """As many names as a header of `limit` bytes holds, if each takes `cost` bytes beside its letters."""
-    found: dict[str, None] = {}
+    fitting: dict[str, None] = {}
     for name in names:
         limit -= cost + len(json.dumps(name))
         if limit < 0:
             break
-        found[name] = None
-    return list(found)
+        fitting[name] = None
+    return list(fitting)
 
 
 def flat(names: Names, shape: Sequence[int] = (1, 1)) -> bytes:
@@ -175,8 +175,8 @@ def endings(limit: int) -> Iterator[tuple[str, Files]]:
             )
     kinds = sorted({name for row in SUFFIXES for name in row.algorithms})
     for kind in kinds:
-        own = [row.ending for row in SUFFIXES if kind in row.algorithms]
-        names = (f"layers.{i}.q{ending}" for i in itertools.count() for ending in own)
+        of_kind = [row.ending for row in SUFFIXES if kind in row.algorithms]
+        names = (f"layers.{i}.q{ending}" for i in itertools.count() for ending in of_kind)
         yield f"all of {kind}", {"base": base, "a": flat(some(names, limit))}
     every = (f"layers.{i}.q{row.ending}" for i in itertools.count() for row in SUFFIXES)
     yield "all endings", {"base": base, "a": flat(some(every, limit))}
@@ -194,15 +194,15 @@ def methods(limit: int) -> Iterator[tuple[str, Files]]:
 
     base = flat(some(counted("layers.#.q.weight"), limit))
     for name, method in PEFT_METHODS.items():
-        own = list(method.suffixes) or [".lora_A.weight", ".lora_B.weight"]
-        names = (f"base_model.model.layers.{i}.q{ending}" for i in itertools.count() for ending in own)
+        suffixes = list(method.suffixes) or [".lora_A.weight", ".lora_B.weight"]
+        names = (f"base_model.model.layers.{i}.q{ending}" for i in itertools.count() for ending in suffixes)
         stored = flat(some(names, limit))
         for config in ({}, {"r": 1, "lora_alpha": 1, "target_modules": ["q"], "peft_version": "0.17.0"}):
             yield (
                 f"PEFT {name}, {len(config)} fields",
                 {"base": base, **configured({"peft_type": name, **config}, stored)},
             )
-        whole = [*(e for e in own), ""]
+        whole = [*(e for e in suffixes), ""]
         yield f"PEFT {name}, shared", {"base": base, **configured({"peft_type": name, "r": 1}, flat([f"base_model{e}" for e in whole] + some(names, limit)))}  # fmt: skip
 
 
@@ -295,8 +295,8 @@ def fields(limit: int) -> Iterator[tuple[str, Files]]:
     layers = [f"{'a' * 20}.{i}.q" for i in range(3000)]
     loops = {"peft_type": "LORA", "r": 1, "alpha_pattern": {"(?:" * 90 + "a" + ")*" * 90 + "q": 2}}
     adapter = lora([f"base_model.model.{layer}" for layer in layers], limit, ".lora_B.weight", ".lora_A.weight")
-    own = flat(f"{layer}.weight" for layer in layers)
-    yield "90 loops on 3000 modules", {"base": own, **configured(loops, adapter)}
+    weights = flat(f"{layer}.weight" for layer in layers)
+    yield "90 loops on 3000 modules", {"base": weights, **configured(loops, adapter)}
     for depth in (10, 30, 90):
         for text in (
             "(?:" * depth + "a?" + ")*" * depth + "b",
@@ -439,12 +439,12 @@ def recipes(limit: int) -> Iterator[tuple[str, Files]]:
 
 def known(limit: int) -> Iterator[tuple[str, Files]]:
     """Bases with the signs of a known model: with thousands of layers more, and thousands of such networks."""
-    for kind, own in models():
-        layers = (re.sub("[0-9]+", str(i), n) for i in itertools.count() for n in own)
+    for kind, shapes in models():
+        layers = (re.sub("[0-9]+", str(i), n) for i in itertools.count() for n in shapes)
         more = {name: [1, 1] for name in some(layers, limit - 9000)}
         flat_names = (n.replace(".", "_").removesuffix("_weight") for n in more)
-        yield kind, {"base": tensors({**more, **own}, "BF16"), "a": lora(flat_names, limit)}
-        below = (f"text_encoders.e{i}.{n}" for i in itertools.count() for n in own)
+        yield kind, {"base": tensors({**more, **shapes}, "BF16"), "a": lora(flat_names, limit)}
+        below = (f"text_encoders.e{i}.{n}" for i in itertools.count() for n in shapes)
         yield f"{kind}, many times", {"base": flat(some(below, limit)), "a": tensors(pair())}
 
 
@@ -465,9 +465,9 @@ def groups() -> dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Ac
 
 def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
     """(name, files, what to do with their folder) of one group, or of all."""
-    for group, (made, act) in groups().items():
+    for group, (files_of, act) in groups().items():
         if group.startswith(word):
-            for name, files in made(limit):
+            for name, files in files_of(limit):
                 yield f"{group}: {name}", files, act
 
 

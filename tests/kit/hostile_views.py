@@ -62,7 +62,7 @@ def oblong(limit: int) -> Iterator[tuple[str, Files]]:
         base = tensors({n: shape if n.endswith("weight") else shape[:1] for n in names}, "BF16")
         modules = [f"base_model.model.{n.removesuffix('.weight')}" for n in names if n.endswith("weight")]
         halves = {".lora_A.weight": [1, shape[1]], ".lora_B.weight": [shape[0], 1]}
-        stored = tensors({m + end: own for m in modules[: limit // 200] for end, own in halves.items()}, "BF16")
+        stored = tensors({m + end: axes for m in modules[: limit // 200] for end, axes in halves.items()}, "BF16")
         for more in ({}, {"fan_in_fan_out": True}, {"use_dora": True}, {"bias": "all"}):
             config = {"peft_type": "LORA", "r": 1, **more}
             yield f"{shape}, {[*more]}", {"base": base, **configured(config, stored)}
@@ -142,8 +142,8 @@ def jobs(limit: int) -> Iterator[tuple[str, Files]]:
         "exponents": "version: 1e999999999\njobs: []",
         "underscores": "version: 1" + "_" * (limit // 2) + "\njobs: []",
     }  # fmt: skip
-    for what, told in files.items():
-        yield what, {"jobs.yaml": told.encode()}
+    for what, content in files.items():
+        yield what, {"jobs.yaml": content.encode()}
     one = {"base": "b", "adapters": ["a"], "output": "o-{x}"}
     for what, more in {
         "patterns of strength": {"strength_for": {f"re:{'(a|b)' * 20}{i}": 1 for i in range(limit // 130)}},

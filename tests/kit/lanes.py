@@ -135,10 +135,10 @@ class Watching(TorchDispatchMode):
             device.sweep()
             down = func is aten.copy_.default and args[0].device.type == "cpu" and args[1].is_meta
             out = args[0] if down else func(*args, **kwargs)
-            made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
             if not view:
-                there = any(t.is_meta for t in (*inputs, *made))
-                writes = {device.number(t, self.stream) for t in [*made, *tree_leaves(written)]}
+                there = any(t.is_meta for t in (*inputs, *results))
+                writes = {device.number(t, self.stream) for t in [*results, *tree_leaves(written)]}
                 reads = {device.number(t, self.stream) for t in inputs} - writes
                 device.run(Work(str(func), reads, writes), self.stream if there else None, queue=True)
                 if there and any(not t.is_meta for t in inputs) and not kwargs.get("non_blocking", down):
@@ -149,8 +149,8 @@ class Watching(TorchDispatchMode):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A fake device under real lanes."""
-    found = Device()
-    caller = Stream(found)
+    fake = Device()
+    caller = Stream(fake)
 
     @contextmanager
     def turn(stream: Stream) -> Iterator[None]:
@@ -163,11 +163,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)  # there are no values
     for module in ("gpu_windows", "gpu_adapters"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.fit", lambda *_: True)
-    for name, value in {"Stream": lambda _: Stream(found), "Event": Event, "stream": turn, "current_stream": lambda _: caller,
+    for name, value in {"Stream": lambda _: Stream(fake), "Event": Event, "stream": turn, "current_stream": lambda _: caller,
                         "device": nullcontext}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     _stream.cache_clear()
-    yield found
+    yield fake
     _stream.cache_clear()
 
 

@@ -28,13 +28,13 @@ def kohya(name: str) -> str:
 
 def lora(path: Path, names: Sequence[str], size: float, seed: int) -> dict[str, Tensor]:
     """Save an adapter; return name → ΔW in float64."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for number, name in enumerate(names):
-        found[f"{kohya(name)}.lora_down.weight"] = rand(2, 16, seed=seed + number)
-        found[f"{kohya(name)}.lora_up.weight"] = rand(16, 2, seed=seed + number + 50, scale=size)
-        found[f"{kohya(name)}.alpha"] = torch.tensor(2.0)
-    save(found, path)
-    parts = {n: [found[f"{kohya(n)}.lora_{end}.weight"].double() for end in ("up", "down")] for n in names}
+        tensors[f"{kohya(name)}.lora_down.weight"] = rand(2, 16, seed=seed + number)
+        tensors[f"{kohya(name)}.lora_up.weight"] = rand(16, 2, seed=seed + number + 50, scale=size)
+        tensors[f"{kohya(name)}.alpha"] = torch.tensor(2.0)
+    save(tensors, path)
+    parts = {n: [tensors[f"{kohya(n)}.lora_{end}.weight"].double() for end in ("up", "down")] for n in names}
     return {f"{n}.weight": up @ down for n, (up, down) in parts.items()}
 
 
@@ -73,9 +73,9 @@ def survival_of(change: Any, error: Any) -> dict[str, float]:
     }
 
 
-def assert_same(found: Any, want: Any) -> None:
-    assert {k: v for k, v in found.items() if k not in ("adapters", "block")} == pytest.approx(
+def assert_same(measures: Any, want: Any) -> None:
+    assert {k: v for k, v in measures.items() if k not in ("adapters", "block")} == pytest.approx(
         {k: v for k, v in want.items() if k != "adapters"}, rel=1e-4
     )
-    for a, b in zip(found["adapters"], want["adapters"], strict=True):
+    for a, b in zip(measures["adapters"], want["adapters"], strict=True):
         assert a == (b if b is None else pytest.approx(b, rel=1e-4))

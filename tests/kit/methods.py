@@ -45,25 +45,25 @@ def module(kind: str, name: str, seed: int) -> Tensors:
     out, cols = MODULES[name]
 
     def draw(*shape: int, scale: float = 0.4) -> torch.Tensor:
-        return rand(*shape, seed=seed + len(found), scale=scale).double()
+        return rand(*shape, seed=seed + len(tensors), scale=scale).double()
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     if kind in ("lora", "dora out", "dora in"):
-        found |= {"lora_up.weight": draw(out, 2), "lora_down.weight": draw(2, cols), "alpha": torch.tensor(2.0)}
+        tensors |= {"lora_up.weight": draw(out, 2), "lora_down.weight": draw(2, cols), "alpha": torch.tensor(2.0)}
     if kind.startswith("dora"):
-        found["dora_scale"] = 1 + draw(*((out, 1) if kind == "dora out" else (1, cols))).abs()
+        tensors["dora_scale"] = 1 + draw(*((out, 1) if kind == "dora out" else (1, cols))).abs()
     if kind == "diff":
-        found["diff"] = draw(out, cols)
+        tensors["diff"] = draw(out, cols)
     if kind == "ia3":
-        found |= {"weight": draw(out, 1), "on_input": torch.tensor(False)}  # noqa: FBT003
+        tensors |= {"weight": draw(out, 1), "on_input": torch.tensor(False)}  # noqa: FBT003
     if kind == "diag-oft":
-        found["oft_blocks"] = draw(out // 4, 4, 4)
+        tensors["oft_blocks"] = draw(out // 4, 4, 4)
     if kind == "boft":
-        found["oft_blocks"] = draw(2, out // 4, 4, 4)
+        tensors["oft_blocks"] = draw(2, out // 4, 4, 4)
     if kind == "glora":
         pairs = {"a1": (cols, 2), "a2": (2, cols), "b1": (out, 2), "b2": (2, cols)}
-        found |= {f"{slot}.weight": draw(*shape) for slot, shape in pairs.items()} | {"alpha": torch.tensor(2.0)}
-    return {f"{name}.{ending}": value for ending, value in found.items()}
+        tensors |= {f"{slot}.weight": draw(*shape) for slot, shape in pairs.items()} | {"alpha": torch.tensor(2.0)}
+    return {f"{name}.{ending}": value for ending, value in tensors.items()}
 
 
 KINDS = ("lora", "dora out", "dora in", "diff", "ia3", "diag-oft", "boft", "glora")

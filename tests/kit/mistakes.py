@@ -68,9 +68,9 @@ def mistakes(path: str, source: str) -> Iterator[Mistake]:
                                at(node.test.end_lineno or 0, node.test.end_col_offset or 0))  # fmt: skip
                 text = ast.unparse(changed.test)
             text = f"({text})" if isinstance(node, ast.expr) and not isinstance(node, ast.Constant) else text
-            found = Mistake(path, node.lineno, what, start, stop, text)
-            if ast.dump(ast.parse(found.applied(source))) != right:
-                yield found
+            mistake = Mistake(path, node.lineno, what, start, stop, text)
+            if ast.dump(ast.parse(mistake.applied(source))) != right:
+                yield mistake
 
 
 def _seen(node: ast.AST) -> Iterator[Any]:

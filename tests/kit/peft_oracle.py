@@ -97,8 +97,8 @@ def merged(base: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, 
 class Merge:
     """A plan in small."""
 
-    def __init__(self, base: nn.Module, tensors: Mapping[str, Tensor], told: PeftRules) -> None:
-        self.told, self.tensors = told, tensors
+    def __init__(self, base: nn.Module, tensors: Mapping[str, Tensor], rules: PeftRules) -> None:
+        self.rules, self.tensors = rules, tensors
         self.state = {name: value.double() for name, value in base.state_dict().items()}
         self.flipped = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, Conv1D)}
 
@@ -107,17 +107,17 @@ class Merge:
         groups: dict[tuple[str, str], dict[str, tuple[Tensor, tuple[str, ...]]]] = {}
         result = dict(self.state)
         for key, value in self.tensors.items():
-            if (meant := self.told.stored_value(key)) is not None:
+            if (meant := self.rules.stored_value(key)) is not None:
                 if meant.kind == "value":
                     _put(result, bare(meant.target), value.double(), meant.rows)
                 continue
-            if self.told.holds_for_all(key):
+            if self.rules.holds_for_all(key):
                 continue
-            found = split(key)
-            if found is None or found[1].ending == ".weight":
+            parts = split(key)
+            if parts is None or parts[1].ending == ".weight":
                 _put(result, bare(key), value.double(), None)
                 continue
-            module, row = found
+            module, row = parts
             groups.setdefault((module, row.parameter), {})[row.slot] = (value, row.algorithms)
         for (module, parameter), slots in groups.items():
             if module != "base_model" and (parameter == "weight" or self.has(module, parameter)):
@@ -134,27 +134,27 @@ class Merge:
     ) -> dict[str, Tensor]:
         """Parameter → its change, by the first algorithm that fits."""
         magnitude = slots.get("magnitude")
-        own = {slot: value for slot, (value, _) in slots.items() if slot != "magnitude"}
+        trained = {slot: value for slot, (value, _) in slots.items() if slot != "magnitude"}
         allowed = [set(names) for slot, (_, names) in slots.items() if slot != "magnitude"]
         candidates = [
             name
             for name, row in ALGORITHMS.items()
             if all(name in names for names in allowed)
-            and all(slot in {*own, *row.shared, *row.base_slots} for slot, needed in row.slots.items() if needed)
-            and all(slot in row.slots for slot in own)
+            and all(slot in {*trained, *row.shared, *row.base_slots} for slot, needed in row.slots.items() if needed)
+            and all(slot in row.slots for slot in trained)
         ]
-        chosen = self.told.algorithm(module, candidates)
-        targets = self.told.targets(module) if parameter == "weight" else (f"{bare(module)}.{parameter}",)
+        chosen = self.rules.algorithm(module, candidates)
+        targets = self.rules.targets(module) if parameter == "weight" else (f"{bare(module)}.{parameter}",)
         target = next(t for t in targets if t in self.state)
         why: list[str] = []
         for name in [chosen] if chosen else candidates:
             bias = [target.removesuffix("weight") + "bias"] if ALGORITHMS[name].also_bias else []
-            shared = {s: self.tensors[key] for s, key in self.told.shared(name, module).items() if key in self.tensors}
+            shared = {s: self.tensors[key] for s, key in self.rules.shared(name, module).items() if key in self.tensors}
             try:
                 near = {slot: f"{bare(module)}.{of}" for slot, of in ALGORITHMS[name].base_slots.items()}
-                beside = {slot: self.state[key] for slot, key in near.items() if key in self.state}
-                found = {**own, **shared, **beside}
-                done = {t: self.change(name, module, found, t) for t in [target, *bias] if t in self.state}
+                near_values = {slot: self.state[key] for slot, key in near.items() if key in self.state}
+                values = {**trained, **shared, **near_values}
+                done = {t: self.change(name, module, values, t) for t in [target, *bias] if t in self.state}
             except DoesNotFit as e:
                 why.append(f"{name}: {e}")
                 continue
@@ -163,18 +163,20 @@ class Merge:
             return done
         raise DoesNotFit(f"{module}: {why or candidates}")
 
-    def change(self, name: str, module: str, own: Mapping[str, Tensor], target: str) -> Tensor:
+    def change(self, name: str, module: str, tensors: Mapping[str, Tensor], target: str) -> Tensor:
         """ΔW of one parameter by one algorithm."""
         row, flip = ALGORITHMS[name], target in self.flipped
         weight = self.state[target].mT if flip else self.state[target]
-        settings = dict(self.told.settings(name, module))
+        settings = dict(self.rules.settings(name, module))
         if "widest" in row.settings:
             settings["widest"] = (36, 36)
-        fitted = dict(row.fitted_shapes({slot: tuple(value.shape) for slot, value in own.items()}, tuple(weight.shape)))
-        numbers = {**row.scalars_from(None, fitted, tuple(weight.shape)), **self.told.scalars(name, module, fitted)}
-        missing = any(slot not in own for slot in row.slots)
+        fitted = dict(
+            row.fitted_shapes({slot: tuple(value.shape) for slot, value in tensors.items()}, tuple(weight.shape))
+        )
+        numbers = {**row.scalars_from(None, fitted, tuple(weight.shape)), **self.rules.scalars(name, module, fitted)}
+        missing = any(slot not in tensors for slot in row.slots)
         derived = dict(row.derive(fitted, tuple(weight.shape), settings) if row.derive and missing else {})
-        loaded = {"": weight, **{slot: value.reshape(fitted[slot]) for slot, value in own.items()}}
+        loaded = {"": weight, **{slot: value.reshape(fitted[slot]) for slot, value in tensors.items()}}
         derived |= row.rebuilt(
             LoadedModule(lambda slot: loaded[slot].float(), cast, fitted, tuple(weight.shape), settings)
         )
@@ -182,7 +184,7 @@ class Merge:
             slot: (value.long() if slot in row.integer_slots else value.double()).reshape(
                 1, *fitted.get(slot, value.shape)
             )
-            for slot, value in {**own, **derived}.items()
+            for slot, value in {**tensors, **derived}.items()
         }
         scalars = {k: torch.tensor([[[v]]], dtype=torch.float64) for k, v in numbers.items()}
         rows = weight.flatten(0, 1) if "experts" in name else weight.reshape(weight.shape[0], -1)
@@ -214,13 +216,13 @@ def assert_same_function(base: nn.Module, tuned: Any, state: Mapping[str, Tensor
     for name in names:
         x = inputs(name)
         with torch.no_grad():
-            wanted, got = (
+            expected, got = (
                 tuned.base_model.model.get_submodule(name)(x),
                 plain.get_submodule(name)(x),
             )
             before = base.get_submodule(name)(x)
-        assert_close(got, wanted, f"{name}: forward")
-        assert not torch.allclose(before, wanted, rtol=1e-3, atol=1e-3), f"{name}: the adapter does nothing"
+        assert_close(got, expected, f"{name}: forward")
+        assert not torch.allclose(before, expected, rtol=1e-3, atol=1e-3), f"{name}: the adapter does nothing"
 
 
 def assert_same_merge(tuned: Any, state: Mapping[str, Tensor]) -> None:
@@ -232,9 +234,9 @@ def assert_same_merge(tuned: Any, state: Mapping[str, Tensor]) -> None:
         assert_close(state[name], value, f"{name}: merge")
 
 
-def assert_close(got: Tensor, wanted: Tensor, what: str, bound: float = 1e-5) -> None:
+def assert_close(got: Tensor, expected: Tensor, what: str, bound: float = 1e-5) -> None:
     """Equal to within what float32 leaves, relative to the largest number."""
-    worst = (got.double() - wanted.double()).abs().max().item() / max(wanted.abs().max().item(), 1e-9)
+    worst = (got.double() - expected.double()).abs().max().item() / max(expected.abs().max().item(), 1e-9)
     assert worst < bound, f"{what}: off by {worst:.1e} of the largest"
 
 

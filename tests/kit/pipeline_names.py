@@ -54,8 +54,8 @@ def base(name: str) -> Names:
 
 def modules(shapes: Mapping[str, Shape]) -> dict[tuple[str, str], Shape]:
     """(module, parameter) → shape, as adapters speak of them."""
-    found = {}
+    named = {}
     for key, shape in shapes.items():
         module, _, leaf = key.rpartition(".")
-        found[(module, leaf) if leaf in ("weight", "bias", "scale") else (key, "weight")] = shape
-    return found
+        named[(module, leaf) if leaf in ("weight", "bias", "scale") else (key, "weight")] = shape
+    return named

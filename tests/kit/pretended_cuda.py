@@ -155,10 +155,10 @@ class Pretended:
     def stream(self, device: Any = None) -> Stream:
         """The calling thread's for this device."""
         number = device if isinstance(device, int) else self.current if device is None else numbered(device)
-        held: dict[int, Stream] = self.mine.__dict__.setdefault("streams", {})
+        streams: dict[int, Stream] = self.mine.__dict__.setdefault("streams", {})
         with self.lock:
             usual = self.defaults.setdefault(number, Stream(torch.device("cuda", number)))
-        return held.get(number, usual)
+        return streams.get(number, usual)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -182,8 +182,8 @@ class Pretended:
         at = tensor.data_ptr()
         if any(low <= at and at + tensor.nbytes <= low + size for low, size in self.registered.items()):
             return True
-        found = self.pinned.get(tensor.untyped_storage().data_ptr())
-        return found is not None and not found.expired()
+        storage = self.pinned.get(tensor.untyped_storage().data_ptr())
+        return storage is not None and not storage.expired()
 
     def work(self, act: Callable[[], object]) -> None:
         """Do a piece of work; an index outside of a tensor ends the device, and whatever comes then fails."""
@@ -331,9 +331,9 @@ def values(tree: Any) -> Any:
 
 def operated(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation, queued on the thread's stream."""
-    name, given = func._schema.name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    there = [t for t in given if isinstance(t, There)]
-    here = [t for t in given if not isinstance(t, There) and t.dim()]
+    name, tensors = func._schema.name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    there = [t for t in tensors if isinstance(t, There)]
+    here = [t for t in tensors if not isinstance(t, There) and t.dim()]
     where = {t.number for t in there} or {numbered(kwargs["device"])}
     if here or len(where) > 1:
         raise RuntimeError(f"Expected all tensors to be on the same device ({name})")
@@ -360,13 +360,13 @@ def operated(func: Any, args: Any, kwargs: Any) -> Any:
         return known[id(t)] if id(t) in known else There(t, number, there[0].storage if view else Storage())
 
     out = tree_map(wrapped, shaped)
-    made = [t for t in tree_leaves(out) if isinstance(t, There)]
+    results = [t for t in tree_leaves(out) if isinstance(t, There)]
 
     def act() -> None:
         done = func(*values(args), **values(on))
         if gpu().rounds_wrongly and name in {"aten::copy_", "aten::_to_copy"} and done.dtype in EIGHT and not view:
             done.view(torch.uint8).bitwise_xor_(1)
-        for t, value in zip(made, [v for v in tree_leaves(done) if isinstance(v, Tensor)], strict=True):
+        for t, value in zip(results, [v for v in tree_leaves(done) if isinstance(v, Tensor)], strict=True):
             t.values = value
 
     if view and there[0].values is not None:
@@ -375,7 +375,7 @@ def operated(func: Any, args: Any, kwargs: Any) -> Any:
         stream.queue.append(act)
     else:
         gpu().counts[name] += 1
-        gpu().queue(name, stream, there, [*made, *written], act)
+        gpu().queue(name, stream, there, [*results, *written], act)
     return out
 
 
@@ -428,8 +428,8 @@ def factory(func: Any) -> Callable[..., Tensor]:
 def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterator[Pretended]:
     """As many CUDA devices, for all threads, inside. What the process remembers of devices is forgotten on both sides."""
     forget()
-    found = Pretended()
-    _pretended[:] = [found]
+    gpus = Pretended()
+    _pretended[:] = [gpus]
     empty, tensor = torch.empty, torch.tensor
     torch._C._ensureCUDADeviceGuardSet()
 
@@ -437,10 +437,10 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
         out = empty(*args, **kwargs)
         if pin_memory:
             storage = out.untyped_storage()
-            found.pinned[storage.data_ptr()] = StorageWeakRef(storage)
-            found.sizes[storage.data_ptr()] = storage.nbytes()
-            held = sum(size for at, size in found.sizes.items() if not found.pinned[at].expired())
-            found.most_pinned = max(found.most_pinned, held)
+            gpus.pinned[storage.data_ptr()] = StorageWeakRef(storage)
+            gpus.sizes[storage.data_ptr()] = storage.nbytes()
+            pinned = sum(size for at, size in gpus.sizes.items() if not gpus.pinned[at].expired())
+            gpus.most_pinned = max(gpus.most_pinned, pinned)
         return out
 
     def moved(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -448,9 +448,9 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
         return tensor(*args, device="cpu", **kwargs).to(device or next(usual, "cpu"))
 
     instead = {
-        "Stream": Stream, "Event": Event, "cudart": lambda: Runtime, "stream": found.using, "device": found.on, "current_stream": found.stream,
-        "current_device": lambda: found.current, "is_available": lambda: True, "device_count": lambda: devices,
-        "_lazy_init": lambda: None, "empty_cache": lambda: found.started.add(found.current),
+        "Stream": Stream, "Event": Event, "cudart": lambda: Runtime, "stream": gpus.using, "device": gpus.on, "current_stream": gpus.stream,
+        "current_device": lambda: gpus.current, "is_available": lambda: True, "device_count": lambda: devices,
+        "_lazy_init": lambda: None, "empty_cache": lambda: gpus.started.add(gpus.current),
     }  # fmt: skip
     for name, value in instead.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -463,7 +463,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> Iterato
         for name in FACTORIES:
             packet, _, overload = name.partition(".")
             library.impl(name, factory(getattr(getattr(aten, packet), overload or "default")), "CUDA")
-        yield found
+        yield gpus
     finally:
         library._destroy()
         forget()

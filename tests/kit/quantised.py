@@ -46,7 +46,7 @@ def layer_of(name: str) -> Iterator[tuple[int, ...]]:
 
 def base(form: Form, folder: Path, layers: Sequence[str] = NAMES) -> tuple[Path, Tensors]:
     """A checkpoint of quantised layers and a norm: a file, or a folder with its config.json."""
-    found: Tensors = {"model.norm.weight": rand(8).bfloat16()}
+    tensors: Tensors = {"model.norm.weight": rand(8).bfloat16()}
     for number, layer in enumerate(layers):
         with layer_of(layer) as shape:
             weight = rand(*shape, seed=number, scale=WEIGHTS[number])
@@ -54,24 +54,24 @@ def base(form: Form, folder: Path, layers: Sequence[str] = NAMES) -> tuple[Path,
             parts = form.make(weight) | note(form)
         if "weight_scale" in parts and (form.config or form.note):
             parts["input_scale"] = torch.tensor(1.5)
-        found |= {f"{layer}.{last}": value.clone().contiguous() for last, value in parts.items()}
+        tensors |= {f"{layer}.{last}": value.clone().contiguous() for last, value in parts.items()}
     folder.mkdir()
-    file = save(found, folder / "model.safetensors")
-    found = load(file)  # in the order of the file
+    file = save(tensors, folder / "model.safetensors")
+    tensors = load(file)  # in the order of the file
     if not form.config:
-        return file, found
+        return file, tensors
     config = {"model_type": "x", "torch_dtype": "bfloat16", "quantization_config": form.config}
     (folder / "config.json").write_text(json.dumps(config))
-    return folder, found
+    return folder, tensors
 
 
 def adapter(layers: Sequence[str] = NAMES) -> Tensors:
-    found = {}
+    tensors = {}
     for number, (layer, size, (rows, cols)) in enumerate(zip(ALL, SIZES, SHAPES, strict=True)):
         if size and layer in layers:
-            found[f"base_model.model.{layer}.lora_A.weight"] = rand(4, cols, seed=100 + number)
-            found[f"base_model.model.{layer}.lora_B.weight"] = rand(rows, 4, seed=200 + number, scale=size)
-    return found
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = rand(4, cols, seed=100 + number)
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = rand(rows, 4, seed=200 + number, scale=size)
+    return tensors
 
 
 def parts(tensors: Tensors, layer: str) -> Tensors:
@@ -84,10 +84,10 @@ def stored(form: Form, tensors: Tensors, layer: str) -> Tensor:
 
 
 def exact(form: Form, tensors: Tensors, layer: str) -> Tensor:
-    found, lora = stored(form, tensors, layer), adapter(ALL)
+    weight, lora = stored(form, tensors, layer), adapter(ALL)
     if (key := f"base_model.model.{layer}.lora_A.weight") in lora:
-        found = found + lora[key.replace("_A", "_B")].double() @ lora[key].double()
-    return found
+        weight = weight + lora[key.replace("_A", "_B")].double() @ lora[key].double()
+    return weight
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -101,22 +101,22 @@ def kept(form: Form, tmp_path: Path) -> None:
     out = tmp_path / ("out" if source.is_dir() else "out.safetensors")
     report = lora_merge.merge(source, save(adapter(ALL), tmp_path / "lora.safetensors"), out)
     written = out / "model.safetensors" if source.is_dir() else out
-    made = load(written)
-    assert list(made) == list(tensors)
+    merged = load(written)
+    assert list(merged) == list(tensors)
     for layer, size in zip(ALL, SIZES, strict=True):
-        want, got = (form.turn(v) for v in (exact(form, tensors, layer), stored(form, made, layer)))
+        want, got = (form.turn(v) for v in (exact(form, tensors, layer), stored(form, merged, layer)))
         with layer_of(layer):
-            half = form.half_step(parts(made, layer), want) + form.slack * want.abs()
+            half = form.half_step(parts(merged, layer), want) + form.slack * want.abs()
         worst = float(((got - want).abs() / half.clamp(min=1e-12)).max())
         assert worst <= 1.001, f"{size}: {worst} half steps"
     touched = {f"{layer}.{last}" for layer in ALL if layer != ALL[2] for last in parts(tensors, layer)}
     fixed = ("input_scale", "comfy_quant", "weight_shape", "quant_map", "__nf4", "__fp4", "weight_format")
-    assert all(same(made[k], tensors[k]) for k in tensors if k not in touched or k.endswith(fixed))
-    assert all((made[k].dtype, made[k].shape) == (tensors[k].dtype, tensors[k].shape) for k in tensors)
+    assert all(same(merged[k], tensors[k]) for k in tensors if k not in touched or k.endswith(fixed))
+    assert all((merged[k].dtype, merged[k].shape) == (tensors[k].dtype, tensors[k].shape) for k in tensors)
     assert report.verified is not None
     assert report.verified["tensors"] == len(ALL) - 1
-    told = any("activation scales stay as they are" in note for note in report.notes)
-    assert told == any(key.endswith("input_scale") for key in tensors)
+    noted = any("activation scales stay as they are" in note for note in report.notes)
+    assert noted == any(key.endswith("input_scale") for key in tensors)
     if source.is_dir():
         assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
@@ -128,11 +128,11 @@ def made_plain(form: Form, tmp_path: Path) -> None:
     lora = save(adapter(ALL), tmp_path / "lora.safetensors")
     (tmp_path / "base" / "hf_quant_config.json").write_text("{}")
     lora_merge.merge(source, lora, out, dtype="bf16")
-    made = load(out / "model.safetensors" if source.is_dir() else out)
-    assert list(made) == sorted(["model.norm.weight", *(f"{layer}.weight" for layer in ALL)])
+    merged = load(out / "model.safetensors" if source.is_dir() else out)
+    assert list(merged) == sorted(["model.norm.weight", *(f"{layer}.weight" for layer in ALL)])
     for layer in ALL:
         want = exact(form, tensors, layer)
-        assert (made[f"{layer}.weight"].double() - want).abs().max() <= want.abs().max() * (2.0**-8 + form.slack)
+        assert (merged[f"{layer}.weight"].double() - want).abs().max() <= want.abs().max() * (2.0**-8 + form.slack)
     if source.is_dir():
         config = json.loads((out / "config.json").read_text())
         assert config == {"model_type": "x", "torch_dtype": "bfloat16"}

@@ -89,18 +89,18 @@ class Failure(NamedTuple):
 @contextmanager
 def taken_down() -> Iterator[list[Failure]]:
     """Take down the command line, or the public call, above every error that is made."""
-    found: list[Failure] = []
+    failures: list[Failure] = []
     plain = MergeError.__init__
 
     def noted(error: MergeError, what: str, where: str, fix: str) -> None:
         plain(error, what, where, fix)
         argv = asked()
         if argv is not None:
-            found.append(Failure(argv, str(Path.cwd()), error.what, error.fix))
+            failures.append(Failure(argv, str(Path.cwd()), error.what, error.fix))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MergeError, "__init__", noted)
-        yield found
+        yield failures
 
 
 def asked() -> tuple[str, ...] | None:
@@ -131,10 +131,10 @@ def as_typed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return None
     words, flags = [command], []
     options = parameters((command,))
-    given = {name: value for name, value in {**bound, **bound.get("options", {})}.items()
+    values = {name: value for name, value in {**bound, **bound.get("options", {})}.items()
              if name not in ("options", "progress") and value is not None}  # fmt: skip
     try:
-        for name, value in given.items():
+        for name, value in values.items():
             flag = "--" + name.replace("_", "-").replace("strengths", "strength")
             if flag in options:
                 flags += as_option(flag, options[flag], value)
@@ -210,59 +210,59 @@ def ways(failure: Failure) -> Iterator[tuple[str, tuple[str, ...] | None]]:
     None where no user could choose the value from the words alone.
     """
     rest, argv, value = OTHERS.sub(_blank, failure.fix), failure.argv, None
-    for found in COMMAND.finditer(rest):
-        first = found["words"].split()[0]
+    for match in COMMAND.finditer(rest):
+        first = match["words"].split()[0]
         if first in commands() or first == "help" or first.isupper() or "." in first:
-            rest = rest.replace(found[0], _blank(found))
-            yield found[0], whole_command(found["words"])
+            rest = rest.replace(match[0], _blank(match))
+            yield match[0], whole_command(match["words"])
     if failure.what.startswith("there is no option"):
         for word in re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", failure.what):
             argv, value = without_unknown(argv, word)
     groups: list[list[re.Match[str]]] = []
-    for found in OPTION.finditer(rest):
-        if groups and TOGETHER.fullmatch(rest[groups[-1][-1].end() : found.start()]):
-            groups[-1].append(found)
+    for match in OPTION.finditer(rest):
+        if groups and TOGETHER.fullmatch(rest[groups[-1][-1].end() : match.start()]):
+            groups[-1].append(match)
         else:
-            groups.append([found])
+            groups.append([match])
     for group in groups:
         edited: tuple[str, ...] | None = argv
-        for n, found in enumerate(group):
-            again = n > 0 or not (found["flag"] in NUMBERS or rest[: found.start()].endswith("change "))
-            out = rest[: found.start()].endswith("leave ") or rest[found.end() :].startswith(" out")
+        for n, match in enumerate(group):
+            again = n > 0 or not (match["flag"] in NUMBERS or rest[: match.start()].endswith("change "))
+            out = rest[: match.start()].endswith("leave ") or rest[match.end() :].startswith(" out")
             if edited is not None:
                 edited = (
-                    without(edited, found["flag"])
+                    without(edited, match["flag"])
                     if out
-                    else with_option(edited, found["flag"], found["value"] or value, again=again)
+                    else with_option(edited, match["flag"], match["value"] or value, again=again)
                 )
         yield rest[group[0].start() : group[-1].end()], edited
 
 
-def _blank(found: re.Match[str]) -> str:
-    return " " * len(found[0])
+def _blank(match: re.Match[str]) -> str:
+    return " " * len(match[0])
 
 
 def without_unknown(argv: tuple[str, ...], flag: str) -> tuple[tuple[str, ...], str | None]:
     """A command line without an option that is not known, and the word behind that."""
-    kept, value, after = [], None, False
+    left, value, after = [], None, False
     for word in argv:
         if word.partition("=")[0] == flag:
             after, value = "=" not in word, word.partition("=")[2] or None
         elif after and not word.startswith("-"):
             value, after = word, False
         else:
-            kept.append(word)
+            left.append(word)
             after = False
-    return tuple(kept), value
+    return tuple(left), value
 
 
 def whole_command(words: str) -> tuple[str, ...]:
     """The words of a command with the files of the scene in place of placeholders."""
-    found = shlex.split(words)
-    stop = next((n for n, word in enumerate(found) if word.rstrip(",") in STOPS and n), len(found))
-    found = [re.sub(r"\[:STRENGTH\]|\.\.\.|[,?]$", "", word) for word in found[:stop]]
+    typed_words = shlex.split(words)
+    stop = next((n for n, word in enumerate(typed_words) if word.rstrip(",") in STOPS and n), len(typed_words))
+    typed_words = [re.sub(r"\[:STRENGTH\]|\.\.\.|[,?]$", "", word) for word in typed_words[:stop]]
     filled = []
-    for before, word in zip(["", *found], found, strict=False):
+    for before, word in zip(["", *typed_words], typed_words, strict=False):
         name, colon, strength = word.partition(":")
         filled.append(
             CHOSEN[word] if before.startswith("-") and word in CHOSEN else scene().get(name, name) + colon + strength
@@ -273,15 +273,15 @@ def whole_command(words: str) -> tuple[str, ...]:
 def without(argv: tuple[str, ...], flag: str) -> tuple[str, ...]:
     """A command line without an option."""
     option = parameters(argv).get(flag)
-    names, kept, value = {flag, *(option.opts if option else ())}, [], False
+    names, left, value = {flag, *(option.opts if option else ())}, [], False
     for word in argv:
         if value:
             value = False
         elif word in names:
             value = option is not None and not option.is_flag
         elif word.partition("=")[0] not in names:
-            kept.append(word)
-    return tuple(kept)
+            left.append(word)
+    return tuple(left)
 
 
 def with_option(argv: tuple[str, ...], flag: str, value: str | None, *, again: bool = True) -> tuple[str, ...] | None:
@@ -328,8 +328,8 @@ def placed(argv: tuple[str, ...], new: str) -> tuple[str, ...]:
 
 def typed(failure: Failure) -> dict[str, str] | None:
     """Type the fix of a failure: what was typed → what is wrong with it, "" for nothing; None if it does not come again."""
-    found = list(ways(failure))
-    if not found or not Path(failure.folder).is_dir():
+    suggestions = list(ways(failure))
+    if not suggestions or not Path(failure.folder).is_dir():
         return None
     wrong = {}
     with tempfile.TemporaryDirectory() as new, pytest.MonkeyPatch.context() as patch:
@@ -343,7 +343,7 @@ def typed(failure: Failure) -> dict[str, str] | None:
             return None
         for file in WRITTEN.finditer(failure.fix):
             Path(new, file["name"]).write_text(file["text"])
-        for words, argv in found:
+        for words, argv in suggestions:
             if argv is None:
                 wrong[words] = "no value to type"
                 continue

@@ -19,7 +19,7 @@ def report(step: lora_merge.Step) -> None:
 
 
 def files() -> None:
-    made: lora_merge.Report = lora_merge.merge(
+    result: lora_merge.Report = lora_merge.merge(
         "base.safetensors",
         ["a.safetensors", ("b.safetensors", 0.5)],
         "out.safetensors",
@@ -29,7 +29,7 @@ def files() -> None:
         metadata={"modelspec.author": "me"},
         progress=report,
     )
-    print(made.to_json(), made.coverage, made.written)
+    print(result.to_json(), result.coverage, result.written)
     lora_merge.merge(Path("base"), {"a.safetensors": 0.5}, max_memory="2GiB", device="cpu", overwrite=True)
     lora_merge.merge("base", lora_merge.Adapter(Path("a.safetensors"), 0.5))
     lora_merge.merge("base", ["a", "b"], strengths=[0.8, 0.5], unmatched="skip", method="ties", density=0.5)

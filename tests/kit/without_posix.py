@@ -41,14 +41,14 @@ def _found(find_spec: Any) -> Any:
 
 def opened() -> set[tuple[int, int]]:
     """Device and inode of every file that this process has open."""
-    found = set()
+    files = set()
     for number in Path("/proc/self/fd").iterdir():
         try:
             state = os.fstat(int(number.name))
-            found.add((state.st_dev, state.st_ino))
+            files.add((state.st_dev, state.st_ino))
         except OSError:
             continue
-    return found
+    return files
 
 
 def take_away() -> None:

@@ -26,7 +26,7 @@ from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.facts import strengths
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
-from lora_merge.matching.match import ModulePlacer
+from lora_merge.matching.match import ModuleMatcher
 from lora_merge.models.names import names
 from lora_merge.models.weights import Weight
 from lora_merge.planning.changes import Matches, matches
@@ -603,12 +603,12 @@ def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
     shift: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = index({f"{TABLE}.weight": (20, 8)})
-    right = ModulePlacer._replace_rows
+    right = ModuleMatcher._replace_rows
 
     def wrong(self: Any, info: Any, view: Any, rows: Any) -> None:
         right(self, info, view, RowNumbers(shift([*rows])))
 
-    monkeypatch.setattr(ModulePlacer, "_replace_rows", wrong)
+    monkeypatch.setattr(ModuleMatcher, "_replace_rows", wrong)
     with pytest.raises(VerificationFailed, match="what an adapter's module changes"):
         read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})
 

@@ -264,7 +264,7 @@ class PeftMethod:
     doubts: Callable[[PeftConfig], Note | None] = lambda _: None
     """A remark on what a configuration makes of the method."""
     switches: Mapping[str, str] = field(default_factory=dict)
-    """Flag of the configuration → slot that every pair of factors then has besides them."""
+    """Flag of the configuration → slot that every pair of factors then has next to them."""
     names_layers: Callable[[PeftConfig], bool] = lambda _: True
     """Whether a file with this configuration names the layers that were trained."""
     one_table: bool = False

@@ -125,7 +125,7 @@ class PeftRules:
 
     @property
     def beside_pairs(self) -> frozenset[str]:
-        """The slots that every pair of LoRA factors of this configuration has besides the factors."""
+        """The slots that every pair of LoRA factors of this configuration has next to the factors."""
         switches = self.method.switches
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
 

@@ -59,7 +59,7 @@ MOST_PATTERNS: Final = 100
 
 
 class AdapterTexts(NamedTuple):
-    """What an adapter's files hold besides the values of its tensors."""
+    """What an adapter's files contain next to the values of its tensors."""
 
     config: Mapping[str, Any]
     metadata: Mapping[str, str]
