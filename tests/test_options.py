@@ -77,7 +77,7 @@ def test_every_option_is_taken_and_kept(option: Option) -> None:
     assert made != make_job("base", adapters, "output", **({} if option.name == "t" else others))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
 def test_recipe_records_what_changes_a_byte_and_nothing_else(option: Option, tmp_path: Path) -> None:
     save(sd1(), tmp_path / "base.safetensors")

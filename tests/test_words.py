@@ -15,6 +15,7 @@ import pytest
 import lora_merge
 from lora_merge.cli.help import COMMAND_GROUPS
 from lora_merge.options import ADAPTER_OPTIONS, OPTIONS
+from tests.kit.package import nodes
 from tests.kit.readme import ROOT
 from tests.kit.typed_fixes import commands
 
@@ -44,13 +45,12 @@ LONGEST: Final = 900  # characters of a string that is prose; a longer one is co
 
 def strings(path: Path) -> Iterator[str]:
     """The strings of a module that are sentences, without docstrings; `…` for what is filled in."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    apart = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    for node in ast.walk(tree):
+    apart = {id(n.value) for n in nodes(path) if isinstance(n, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.JoinedStr):
             apart |= {id(part) for part in node.values}
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
             yield node.value
 

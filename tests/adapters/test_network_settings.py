@@ -59,7 +59,7 @@ def scales(path: Path, **options: Any) -> list[float]:
     return [round((done[f"{n}.weight"] / product).mean().item(), 4) for n, product in products.items()]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("entries", "scale"),
     [
@@ -171,7 +171,7 @@ FILES = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("named", ["folder", "file"])
 def test_configuration_next_to_the_file_gives_alpha(tmp_path: Path, name: str, named: str) -> None:

@@ -118,7 +118,7 @@ ENDLESS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_no_pattern_takes_long(name: str) -> None:
     """Each would take Python's engine longer than anyone waits, or most of them."""
@@ -173,6 +173,7 @@ MACHINE_MADE = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("written", MACHINE_MADE)
 def test_key_for_each_module_is_no_burden(written: str) -> None:
     modules = [f"model.layers.{i}.experts.{e}.{p}_proj" for i in range(40) for e in range(40) for p in ("up", "down")]
@@ -235,7 +236,7 @@ def names_of_nothing() -> Names:
     return cast("Names", SimpleNamespace(parts=()))  # asked only for parts, and for the blocks that a part names
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern", "feedforward_modules", "target_modules"])
 @pytest.mark.parametrize("evil", ["options", "alternatives", "loop in a loop"])
 def test_command_answers(tmp_path: Path, field: str, evil: str) -> None:

@@ -63,6 +63,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_methods_without_a_merged_form_are_refused_by_name(name: str, tmp_path: Path) -> None:
     config, method = REFUSALS[name]

@@ -54,7 +54,7 @@ RUNS: dict[str, Callable[[Path, Path, Path], object]] = {
 }
 
 
-@pytest.mark.few(17)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("what", WRONG)
 def test_damaged_adapters_are_refused_with_their_tensor(what: str, run: str, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ ODD: dict[str, Tensors] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("what", ODD)
 def test_modules_without_a_change_are_dropped_and_named(what: str, run: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def files(folder: Path, shape: tuple[int, ...]) -> tuple[Path, Path]:
     return save(base, folder / "base.safetensors"), save(adapter, folder / "adapter.safetensors")
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("command", "options", "with_base"),

@@ -306,6 +306,7 @@ def test_written_adapter_is_reproduced_and_proven_from_its_recipe(pair: tuple[Pa
     assert run("verify", out).code == 6
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("change", [
     {"adapters": []}, {"adapters": [1]}, {"options": {"rank": {}}}, {"options": {"density": "x"}}, {"command": "bake"}, {"command": []}, {"command": {}}, {"base": {"name": "b", "files": []}},
     {"options": {"method": "slerp"}}, {"options": {"method": "mean", "density": 0.5}},

@@ -59,6 +59,7 @@ def norm(change: np.ndarray[Any, Any]) -> float:
     return float(np.linalg.norm(change))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5, 3e4])
 @pytest.mark.parametrize("method", ["sum", "mean"])

@@ -301,7 +301,7 @@ def test_peft_has_bias_factors_for_all_layers_or_for_none(tmp_path: Path, bias: 
           merged(tmp_path / "base.safetensors", tmp_path / "o"), 1e-6)  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if not (row.folder or row.table)])
 @pytest.mark.parametrize("stem", ["model.layers.{}.self_attn.q_proj", "stack.{}.lin"])
 def test_names_of_language_models_and_of_unknown_models_lead_back_to_them(stem: str, to: str, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_magnitudes_of_dora_are_rounded_and_the_loss_is_reported(to: str, tmp_pa
     assert report.residual > 1e-2
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("largest", [6e4, 1e5, -1e5])
 @pytest.mark.parametrize("options", [{}, {"rank": "energy:1"}, {"algorithm": "full"}], ids=str)

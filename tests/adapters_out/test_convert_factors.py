@@ -82,7 +82,7 @@ def test_no_torch_is_imported(base: Path, tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(base)], cwd=tmp_path, check=False).returncode == 0
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slot", ["up", "down"])

@@ -59,7 +59,7 @@ def test_file_keeps_its_words_in_another_dtype(kind: str, tmp_path: Path) -> Non
         assert torch.equal(value, tensors[name].to(wanted)), name
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "processor"])
 @pytest.mark.parametrize("options", [{"algorithm": "lora"}, {"rank": 3}, {"alpha": 3.0}])
 def test_file_keeps_its_words_in_another_form(kind: str, options: dict[str, object], tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def written(model: str, to: str) -> tuple[Place, ...]:
 WRITTEN = [(model, to) for model in MODELS for to in DIALECTS if model in EVERY or to == drawn(model, DIALECTS)]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("model", "to"), WRITTEN)
 def test_name_leads_back_to_the_rows_that_it_is_written_for(model: str, to: str) -> None:
     """And every weight has a name for each of its rows, no row has two."""
@@ -144,7 +144,7 @@ UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-i
 """Models whose adapters have no names of their own, so that a base has to be given."""
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("model", "pair"), [(m, drawn(m, PAIRS)) for m in MODELS if not m.endswith(ALIKE)])
 def test_rows_stay_without_a_base_or_it_is_asked_for(model: str, pair: tuple[str, str]) -> None:
     """An adapter for every matrix, from one dialect to another: the pairs change from model to model."""

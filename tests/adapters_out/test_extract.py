@@ -293,7 +293,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("to", [name for name, row in DIALECTS.items() if row.any_model])
 @pytest.mark.parametrize("layout", ["native", "diffusers"])
 def test_layouts_of_both_sides_may_differ_in_every_dialect(models: Path, tmp_path: Path, layout: str, to: str) -> None:
@@ -481,7 +481,7 @@ def test_small_weights_have_the_factors_of_their_own_change(tmp_path: Path, rank
         assert np.allclose(up @ down, best, rtol=0.01, atol=0.01 * sizes[0]), name
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(3, 4), (1, 3, 1, 1), (100, 90)])
 @pytest.mark.parametrize(
     "options", [{"rank": "exact"}, {"algorithm": "lokr"}, {"algorithm": "full"}, {"rank": "size:1MiB"}]

@@ -69,6 +69,7 @@ def test_commands_take_it(folder: Path, command: str, more: list[str], tmp_path:
     assert any("transformer_blocks.0.attn.to_q.lora_A" in key for key in load_file(tmp_path / "out.safetensors"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("command", "options"), [
     ("combine", {}), ("combine", {"rank": 2}), ("resize", {"rank": 2}), ("combine", {"method": "ties", "rank": 2}),
     ("combine", {"algorithm": "full"}),

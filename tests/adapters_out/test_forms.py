@@ -41,6 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 def test_plan_prints_the_forms_that_the_run_writes(case: str, files: Path, tmp_path: Path) -> None:
     name, inputs, options = CASES[case]

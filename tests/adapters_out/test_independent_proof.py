@@ -81,6 +81,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Side, "_piece", lambda self, piece: right(self, piece).flip(0))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("fault", "line"), [
     (product, ["convert", "loha", "--to", "kohya", "--rank", "4"]),
     (product, ["convert", "loha", "--to", "peft", "--rank", "4"]),

@@ -137,7 +137,7 @@ def written(model: str, to: str) -> set[str]:
     return {DIALECTS[to].key(p.prefix, p.module, "") for p in made}
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model", [*NATIVE, *DIFFUSERS])
 def test_kohyas_names_are_those_that_its_scripts_make_of_the_model(model: str) -> None:
     """networks/lora*.py: the prefix, then the path of the module with underscores for dots."""
@@ -146,7 +146,7 @@ def test_kohyas_names_are_those_that_its_scripts_make_of_the_model(model: str) -
     assert written(f"diffusers/{model}", "kohya") == expected
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model", IN_COMFY)
 def test_comfyui_finds_every_name(model: str) -> None:
     """comfy/lora.py: the model's own names, dotted or flat; for some models those of diffusers too."""

@@ -50,6 +50,7 @@ def test_every_row_with_stored_indices_says_their_bounds() -> None:
         assert "seed" not in row.settings or "seed" in row.checks.bounds, name
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("name", "example", "slot"), INDEXED, ids=[f"{n}: {e.label}: {s}" for n, e, s in INDEXED])
 def test_number_past_either_end_is_refused(name: str, example: Any, slot: str) -> None:
     row = ALGORITHMS[name]
@@ -151,7 +152,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", FIELDS)
 @pytest.mark.parametrize("seed", [2**64, 2**70, -(2**64), 1e30, 0.5, "7", [7]])
 def test_configuration_with_an_odd_seed_is_refused(tmp_path: Path, kind: str, seed: Any) -> None:

@@ -56,7 +56,7 @@ def test_formula_without_its_start_reads_the_same_factors() -> None:
         assert plain.required <= row.required and row.reads_base and not plain.reads_base, row.name
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_neutral_adapter_changes_nothing(name: str, example: Example) -> None:
     g = torch.Generator().manual_seed(1)
@@ -70,13 +70,13 @@ def test_neutral_adapter_changes_nothing(name: str, example: Example) -> None:
     torch.testing.assert_close(s.delta(), torch.zeros_like(s.base), rtol=0, atol=1e-12)
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_adapter_changes_something(name: str, example: Example) -> None:
     assert stacked(name, example).delta().abs().max() > 1e-3
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
     s = stacked(name, example, n=3)
@@ -84,7 +84,7 @@ def test_batch_is_its_layers_one_by_one(name: str, example: Example) -> None:
     torch.testing.assert_close(s.delta(), torch.cat(one_by_one), **CLOSE)
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_inputs_are_untouched(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -97,7 +97,7 @@ def test_inputs_are_untouched(name: str, example: Example) -> None:
         assert torch.equal(value, before[key]), key
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_dtype_and_shape_come_back(name: str, example: Example) -> None:
     s = stacked(name, example, dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_dtype_and_shape_come_back(name: str, example: Example) -> None:
         assert change.isfinite().all(), dtype
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_huge_numbers_give_what_they_give_in_float64_or_none(name: str, example: Example) -> None:
     """What overflows on the way is NaN or infinite in ΔW, where the caller sees it; never a number that is wrong."""
@@ -127,7 +127,7 @@ def test_huge_numbers_give_what_they_give_in_float64_or_none(name: str, example:
             assert float((got - right).abs().max()) <= 1e-3 * float(right.abs().max()), power
 
 
-@pytest.mark.few(57)
+@pytest.mark.few(29)
 @every
 def test_tensors_stay_on_the_device_of_the_inputs(name: str, example: Example) -> None:
     """Run without values on a device that is not the default: any tensor made elsewhere is an error."""
@@ -145,7 +145,7 @@ def test_tensors_stay_on_the_device_of_the_inputs(name: str, example: Example) -
             s.row.accumulate(torch.empty_like(moved.base), with_tensors(moved, numbers).tensors, torch.tensor(0.5))
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_view_that_is_not_contiguous_will_do(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -158,7 +158,7 @@ def test_view_that_is_not_contiguous_will_do(name: str, example: Example) -> Non
         torch.testing.assert_close(acc, s.base + 0.5 * s.delta(), **CLOSE)
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_accumulate_is_delta(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -171,7 +171,7 @@ def test_accumulate_is_delta(name: str, example: Example) -> None:
     torch.testing.assert_close(acc, want, **CLOSE)
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_number_for_all_layers_is_that_number_for_each(name: str, example: Example) -> None:
     """Where a device holds the tensors, such a number stays on the host: nothing is uploaded or multiplied for it."""
@@ -186,7 +186,7 @@ def test_number_for_all_layers_is_that_number_for_each(name: str, example: Examp
     torch.testing.assert_close(alone, acc, **CLOSE)
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Example) -> None:
     s = stacked(name, example)
@@ -207,7 +207,7 @@ def test_rows_of_the_change_come_from_rows_of_the_slots(name: str, example: Exam
     torch.testing.assert_close(with_tensors(s, cut).delta(), s.delta()[:, rows], **CLOSE)
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_base_is_read_if_and_only_if_the_row_says_so(name: str, example: Example) -> None:
     s = stacked(name, example)

@@ -78,7 +78,7 @@ WAYS: dict[str, Break] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_lost_module_of_every_kind_is_detected(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = write(row, tmp_path)

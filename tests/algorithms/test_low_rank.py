@@ -44,7 +44,7 @@ def test_factors_of_nothing_have_sizes(sides: tuple[tuple[int, int], tuple[int, 
     assert torch.equal(left @ right, row.delta(base, filled))
 
 
-@pytest.mark.few(88)
+@pytest.mark.few(44)
 @pytest.mark.parametrize("alpha", [1e300, -1e300, 5e-324, -2.0, 0.0])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_alpha_gives_a_number(name: str, alpha: float) -> None:

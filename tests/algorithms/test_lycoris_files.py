@@ -182,7 +182,7 @@ def test_arguments_count_where_the_library_reads_them(
         torch.testing.assert_close(merged(x), trained(x), rtol=0, atol=1e-4 if algo == "tlora" else 1e-9)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
 @pytest.mark.parametrize(
     ("algo", "mode"),
@@ -217,7 +217,7 @@ def test_bypass_mode_turns_the_bias_too(algo: str, mode: bool | str | None, entr
     assert report.verified and ("bypass mode" in str(report.coverage)) is turned
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("entry", ["ss_network_args", "lycoris_config"])
 @pytest.mark.parametrize("mode", [True, False], ids=["bypass", "rebuild"])
 @pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "ia3"])
@@ -274,7 +274,7 @@ DYLORA = ("locon.LoConModule", {"lora_dim": 4, "alpha": 4.0}, {"algo": "dylora",
 OFT = ("diag_oft.DiagOFTModule", {"lora_dim": 4, "constraint": 0}, {"algo": "diag-oft", "bypass_mode": "True"})
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "shape", "noted"),
     [

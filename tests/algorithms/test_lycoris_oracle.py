@@ -28,7 +28,7 @@ def _label(module: str, layer: str, options: dict[str, Any]) -> str:
     return "-".join([module.split(".")[0], layer, *(f"{k}={v}" for k, v in options.items())])
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("path", "kind", "options", "tolerance", "merges"), cases())
 def test_forward_and_merge_agree(
     path: str,

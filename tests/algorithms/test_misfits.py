@@ -55,7 +55,7 @@ def refused(name: str, example: Example, slots: Mapping[str, Shape], target: Sha
     return False
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_each_dimension_wrong_by_one(name: str, example: Example) -> None:
     for slot, shape in example.slots.items():
@@ -119,7 +119,7 @@ def module(number: int, name: str, shapes: Mapping[str, Shape], *, alpha: bool) 
     return Module(f"m{number}", "weight", infos, shared, tuple(n for n in ALGORITHMS if n in allowed))
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_each_tensor_missing_from_one_of_four_modules(name: str, example: Example) -> None:
     """The others tell what it lacks, also where it would pass for another algorithm on its own."""
@@ -162,7 +162,7 @@ def test_empty_tensor(name: str, example: Example) -> None:
         assert refused(name, example, {**example.slots, slot: (0, *shape[1:])}, example.target) or not shape
 
 
-@pytest.mark.few(26)
+@pytest.mark.few(13)
 @every
 @settings(max_examples=examples(8))
 @given(data=st.data())
@@ -181,7 +181,7 @@ def test_any_shapes_are_refused_or_right(name: str, example: Example, data: st.D
     assert s.delta().shape == s.base.shape
 
 
-@pytest.mark.few(43)
+@pytest.mark.few(22)
 @every
 def test_weight_of_one_number_or_of_none_is_refused_or_accepted(name: str, example: Example) -> None:
     """The shapes of an adapter never make a formula fail in another way, whatever the shape of the weight."""

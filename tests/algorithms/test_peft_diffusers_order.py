@@ -92,7 +92,7 @@ def small(name: str) -> Any:
     return getattr(diffusers, kind)(**options).eval()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
 def test_order_is_that_of_the_class(name: str) -> None:

@@ -185,7 +185,7 @@ def test_statistics_of_a_trained_batch_norm_are_the_new_ones(tmp_path: Path) -> 
     assert_same_merge(tuned, done)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_merged_file_is_the_function_that_peft_computes(name: str, tmp_path: Path) -> None:

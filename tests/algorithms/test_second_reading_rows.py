@@ -66,7 +66,7 @@ def exchanged(plan: Plan) -> Plan:
     return replace(plan, files=tuple(files))
 
 
-@pytest.mark.few(17)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_rows_are_proven_a_second_way_or_reported(row: str, tmp_path: Path) -> None:
     found = read(planned(write(row, tmp_path)))
@@ -74,7 +74,7 @@ def test_rows_are_proven_a_second_way_or_reported(row: str, tmp_path: Path) -> N
     assert found.proven == found.modules - len(found.alone)
 
 
-@pytest.mark.few(17)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("row", KNOWN)
 def test_wrong_places_are_detected(row: str, tmp_path: Path) -> None:
     plan = planned(write(row, tmp_path))
@@ -83,7 +83,7 @@ def test_wrong_places_are_detected(row: str, tmp_path: Path) -> None:
             read(exchanged(plan))
 
 
-@pytest.mark.few(17)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("row", KNOWN)
 def test_wrong_numbers_and_tensors_are_detected(row: str, tmp_path: Path) -> None:
     """The scale or the limit, every setting that a configuration tells, the strength, two tensors for each other."""
@@ -177,7 +177,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
 """Row → entries of PEFT's configuration that the row's file is read with."""
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("row", ENTRIES)
 def test_configuration_means_the_same_to_plan_and_proof(row: str, tmp_path: Path) -> None:
     job = write(row, tmp_path)

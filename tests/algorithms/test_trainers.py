@@ -83,7 +83,7 @@ def inputs(layer: nn.Linear | nn.Conv2d) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("case", "kind"), [(case, kind) for case, one in CASES.items() for kind in one[1]])
 def test_merged_file_is_the_trained_layer(case: str, kind: str, tmp_path: Path) -> None:
     make, _, name, setting = CASES[case]
@@ -267,7 +267,7 @@ def _unmoe(stored: str, merged: dict[str, Tensor], experts: int) -> dict[str, Te
     return {"gate_proj": gate, "up_proj": up, "down_proj": down}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("stored", ["alone", "upright", "turned", "in turn"])
 @pytest.mark.parametrize("shared", ["", "outer", "inner"])
 @pytest.mark.parametrize(("experts", "inside"), [(3, 6), (5, 4), (2, 1)])  # gate and value as wide as inputs: (5, 4)

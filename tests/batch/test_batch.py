@@ -463,7 +463,7 @@ def test_adapter_is_never_replaced(models: Path, name: str) -> None:
     assert (models / name).read_bytes() == before
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("reads", "writes"),
     [

@@ -464,7 +464,7 @@ class FakeRay:
         return SimpleNamespace(remote=lambda *given: self.sent.append(given[0]) if given else None)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("device", "nodes", "asked", "sent"),
     [

@@ -66,7 +66,7 @@ REFUSED = (
 )  # fmt: skip
 
 
-@pytest.mark.few(19)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("text", [*TAKEN, *REFUSED])
 def test_schema_and_the_program_take_the_same_files(tmp_path: Path, text: str) -> None:
     assert taken(tmp_path, text) == fits(yaml.safe_load(text)) == (text in TAKEN)

@@ -57,7 +57,7 @@ def refused(act: Callable[[], object]) -> None:
     assert "\n" not in e.value.what
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(files: Path, options: Mapping[str, Any]) -> None:
     base, adapter, out = files / "base.safetensors", files / "a.safetensors", files / "out.safetensors"

@@ -73,7 +73,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_closing_report_is_short_and_in_plain_words(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """At most eight lines of a terminal of 80 columns, no word of the arithmetic, and no ✓ over a bad result."""

@@ -29,6 +29,8 @@ from tests.kit.fixes import BY_HAND, TYPED, UNTYPED
 from tests.kit.flux import flux, of_flux
 from tests.kit.models import TE, sd1
 from tests.kit.option_names import FOREIGN_OPTIONS
+from tests.kit.package import nodes
+from tests.kit.pairs import WHOLE, spread
 from tests.kit.readme import ROOT
 from tests.kit.tensors import Tensors, rand
 from tests.kit.typed_fixes import (
@@ -108,8 +110,7 @@ def test_fixes_by_hand_begin_with_a_word_that_has_a_reason(texts: set[str]) -> N
 def test_tests_of_the_table_exist() -> None:
     for node in set(TYPED.values()):
         path, _, name = node.partition("::")
-        source = (ROOT / path).read_text(encoding="utf-8")
-        assert name.partition("[")[0] in {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+        assert name.partition("[")[0] in {n.name for n in nodes(ROOT / path) if isinstance(n, ast.FunctionDef)}
 
 
 SCENES: Final[dict[str, str]] = {
@@ -286,7 +287,7 @@ MADE: Final[dict[str, Callable[[Path], Path]]] = {
 """Placeholder of a command → what makes the file, or the folder, in a folder of the test."""
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("text", "words"), SCENES.items(), ids=SCENES.values())
 def test_refused_command_runs_as_its_fix_says(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,7 +315,8 @@ def test_option_of_another_program_is_answered_with_what_works(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value = "bf16" if "--dtype" in text else "0.5"
-    for name in (name for name, meaning in FOREIGN_OPTIONS.items() if meaning and meaning.advice == text):
+    names = [name for name, meaning in FOREIGN_OPTIONS.items() if meaning and meaning.advice == text]
+    for name in names if WHOLE else [names[n] for n in sorted(spread(len(names), 4))]:
         with taken_down() as failures:
             assert run("combine", scene()["A"], scene()["B"], "-o", "x.safetensors", f"{name}x", value).code
             assert run(scene()["BASE"], scene()["A"], "-o", "x.safetensors", name).code

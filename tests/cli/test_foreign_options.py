@@ -178,7 +178,7 @@ LINES = {
 """Line as it is typed → the line of the fix."""
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("words", LINES)
 def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the last part of the fix, has no placeholder, and does what was meant."""
@@ -191,6 +191,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     assert not [*folder.glob("x*")]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("words", "parts"), [
     ("base one --save_to a -o b", ["--save_to a and -o b contradict each other", "keep one of them"]),
     ("base one --fp16 --save_precision bf16", ["--fp16 and --save_precision bf16 contradict each other"]),
@@ -243,6 +244,7 @@ def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeyp
     assert code == 2 and "write lora-merge" not in err, err
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("words", [
     "base one:0.5 two:0.6", "base one two -s 0.5,0.6", "base one two -s [0.5,0.6]", "base one two -s -0.5 -s 0.6", "base one --scale 1",
     "combine one two --scale 0.5", "combine one two:0.5 --rank 2", "average one two --weights 0.7,0.3", "base one,te=0 two:0.5,te=0.5",

@@ -98,7 +98,7 @@ OWN = {
 }  # type: ignore[attr-defined]
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("option", FOREIGN_OPTIONS)
 def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", option, "x")
@@ -118,7 +118,7 @@ def test_rank_in_words_of_another_program_is_answered_for_the_command(run: Run, 
     assert code == 2 and "resize lora.safetensors --rank 16" in err
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("words", "right"), [
     ("--model base.safetensors --loras lora.safetensors loras/ink.safetensors --ratios 0.8 0,5 --save_to o --precision fp16",
      "base.safetensors lora.safetensors:0.8 loras/ink.safetensors:0.5 -o o.safetensors --dtype fp16"),
@@ -173,7 +173,7 @@ def test_mistakes_of_beginners_are_answered(run: Run, words: str, fix: str) -> N
     assert f"fix:   {fix}" in err
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("text", "right"), [
     ("lora:0.8;te=0;unet=0.5", "lora.safetensors:0.8,te=0,unet=0.5"), ("lora:0.8 te=0", "lora.safetensors:0.8,te=0"),
     ("lora:0.8,te:0", "lora.safetensors:0.8,te=0"), ("lora:0.8,te", "lora.safetensors:0.8,te=0.5"), ("lora:0.8,=1", "lora.safetensors:0.8,te=1"), ("lora te=0", "lora.safetensors:1,te=0"),
@@ -242,6 +242,7 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     assert "write lora-merge inspect lora.safetensors\n" in run("inspect", "lora.safetensors", "--force")[2]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("text", "right"), [
     ("lora.safetensors=0.8", "lora.safetensors:0.8"), ("lora.safetensors@0.8", "lora.safetensors:0.8"),
     ("lora.safetensors:0,8", "lora.safetensors:0.8"), ("lora.safetensors:80%", "lora.safetensors:0.8"),
@@ -265,6 +266,7 @@ def test_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, rig
     assert not Path("out.safetensors").exists()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("text", ["0,8", "80%", "=0.8", "4/5"])
 @pytest.mark.parametrize(
     ("words", "right"),
@@ -438,7 +440,7 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run, name: str) -> No
     assert "int8" not in err
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("words", "fix"), [
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
@@ -679,6 +681,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     assert in_python(text) == right
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("words", "right"), [
     ("base lroa:0.8,te=0 --dry-run", "did you mean lora.safetensors, loras? write lora-merge base lora.safetensors:0.8,te=0 --dry-run"),
     ("base lora --dtype=bf61", "write lora-merge base lora --dtype=bf16"),
@@ -743,6 +746,7 @@ def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
         assert "base.safetensors" in run("base", "bose")[2].partition("fix:")[2]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("words", "right"), [
     ("flux", "name an adapter; its folder has of_flux.safetensors; write lora-merge flux of_flux.safetensors:0.8"),
     ("flux --dtype bf16", "name an adapter; its folder has of_flux.safetensors; write lora-merge flux of_flux.safetensors:0.8 --dtype bf16"),
@@ -813,6 +817,7 @@ def test_values_of_every_tensor_are_in_json_on_request(run: Run) -> None:
     assert "tensors" in lora_merge.merge("base", "lora", "n").numbers
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("words", "path"), [
     ("resize lora --rank 2 -o r", "layers"), ("combine lora loras/ink -o c --dry-run", "layers"),
     ("inspect base lora --weights", "match numbers tensors"), ("inspect lora --weights", "weights modules"),

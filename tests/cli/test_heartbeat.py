@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("words", COMMANDS)
 def test_no_command_reads_weights_while_nothing_moves(
     words: str, folder: Path, monkeypatch: pytest.MonkeyPatch

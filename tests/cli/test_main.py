@@ -245,7 +245,7 @@ BAD_BASES: dict[str, bytes | None] = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", BAD_BASES)
 def test_damaged_files(run: Run, tmp_path: Path, style: Path, model: Path, kind: str) -> None:
     bad = tmp_path / "bad.safetensors"
@@ -284,7 +284,7 @@ BAD_ADAPTERS: dict[str, tuple[int, Callable[[Tensors], Tensors]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", BAD_ADAPTERS)
 def test_adapters_that_cannot_be_merged(run: Run, tmp_path: Path, model: Path, kind: str) -> None:
     code, make = BAD_ADAPTERS[kind]
@@ -400,7 +400,7 @@ USAGE: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", USAGE)
 def test_requests_that_make_no_sense(run: Run, tmp_path: Path, model: Path, style: Path, kind: str) -> None:
     code, arguments = USAGE[kind]

@@ -103,6 +103,7 @@ def test_method_shows_its_own_parameters_only(host: Host) -> None:
         }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["ties", "slerp", "consensus", "della"])
 def test_parameters_at_their_defaults_are_accepted(host: Host, method: str) -> None:
     option = next(i for i in host.nodes["LoraMergeBake"].define_schema().inputs if i.id == "method")

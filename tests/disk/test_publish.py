@@ -132,7 +132,7 @@ class UnreliableNames:
         return called
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("old", ["an older one", None])

@@ -40,7 +40,7 @@ def held(name: str, tensor: torch.Tensor) -> StoredTensor:
     return StoredTensor(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), Path("memory"), 0, tensor.nbytes)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", list(CASES))
 def test_cutting_and_spreading_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for largest in (1, 40, 100, 2**20):

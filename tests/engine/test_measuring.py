@@ -24,7 +24,7 @@ from tests.kit.tensors import Tensors, rand
 KEYS = [f"{name}.weight" for name in NAMES]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp32", "fp8_e4m3fn"])
 @pytest.mark.parametrize(("count", "method"), [(1, "sum"), (2, "sum"), (2, "compose")])
 def test_every_number_is_what_numpy_says(count: int, method: str, dtype: str, tmp_path: Path) -> None:

@@ -597,7 +597,7 @@ def test_equal_copy_under_another_name_is_applied_once(tmp_path: Path, *, in_mem
     assert torch.equal(got, want)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [
     "x_embedder", "context_embedder", "pos_embed.proj", "time_text_embed.timestep_embedder.linear_1", "patch_embedding",
     "time_embedding.linear_1", "condition_embedder.time_proj", "distilled_embed.0", "adaln_single.emb.linear",
@@ -626,7 +626,7 @@ def test_copy_that_differs_is_refused(tmp_path: Path, slot: str, value: torch.Te
         lora_merge.merge_state_dict(load(base), load(adapter))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("arguments", "refused"), [
     ("{'conv_dim': '4'}", {"lokr"}), ("[1]", {"lokr"}), ("{'algo': 'DyLoRA'}", {"lokr", "lora"}), ('{"conv_dim": "4"}', set()),
 ])  # fmt: skip

@@ -65,6 +65,7 @@ def merged(plain: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
 # ------------------------------------------------ the rule, at its edges
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_numbers_that_round_to_a_finite_one_are_written_and_others_refused(dtype: torch.dtype, sign: int) -> None:
@@ -81,7 +82,7 @@ def test_numbers_that_round_to_a_finite_one_are_written_and_others_refused(dtype
     assert cut.double().tolist() == [1.0, sign * largest]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stored", [torch.float64, *LIMITS])
 @pytest.mark.parametrize("dtype", LIMITS)
 @given(data=st.data())

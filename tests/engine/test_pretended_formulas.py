@@ -28,7 +28,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         yield found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended) -> None:
     layers = gpu.Layers(name, "F16")

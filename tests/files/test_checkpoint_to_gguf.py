@@ -109,7 +109,7 @@ def inputs(folder: Path, arch: str) -> tuple[Path, Path, dict[str, Any]]:
     return save({**others, **base}, folder / "base.safetensors"), save(lora, folder / "lora.safetensors"), want
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_k", "bf16", "keep"])
 @pytest.mark.parametrize("arch", list(CASES))
 def test_checkpoint_becomes_gguf(tmp_path: Path, arch: str, dtype: str) -> None:

@@ -112,7 +112,7 @@ def test_ends_below_numbers_are_counted_as_a_search_counts_them(count: int, dtyp
     assert torch.equal(nearest_codes.ranks(values.clone(), ends, dtype), torch.bucketize(values, ends).to(dtype))
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("change", [0.0, 0.02, 0.3, 3.0])
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_blocks_of_gguf_are_the_same_whether_or_not_each_sub_block_is_looked_at(name: str, change: float) -> None:

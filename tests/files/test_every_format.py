@@ -90,7 +90,7 @@ def test_format_module_reads_what_it_writes(form: OutputFormat) -> None:
     assert {k for k in written if written[k] != read[k]} <= {"ends"}  # int8 is written without its lowest code
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", ROWS)
 def test_new_numbers_lie_within_half_a_step_or_are_refused(name: str) -> None:
     """Of every size in one shape; usual ones in another shape and in fp64 too."""
@@ -114,7 +114,7 @@ POSITIVE = {"scaled": "scale", "packed_ints": "scale", "fp4": "whole"}
 """Codec → the role of its scales that only numbers other than 0 need."""
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "low-rank" not in name])
 def test_zeros_may_have_the_scale_0(name: str) -> None:
     """They are decoded as zeros, stay so, and become other numbers; other codes with that scale are refused."""
@@ -168,7 +168,7 @@ def test_codes_of_the_scale_0_are_zeros_to_both_decoders(name: str) -> None:
 DRAWS = 8
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> None:
     """The numbers of a weight grow by less than half a step of any format, by less than that of most, and by more."""
@@ -191,6 +191,7 @@ def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> N
 STORED = [name for name in ROWS if not name.startswith("new ")]
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("name", STORED)
 def test_decoders_read_the_same_numbers(name: str) -> None:
     """In fp32 and in float64; where a number is the difference of two larger ones, the proof allows for theirs. It is
@@ -274,7 +275,7 @@ def powers(found: Weight, role: str) -> bool:
     return role == "scale" and getattr(found.encoding, "kind", "") == "E8M0"
 
 
-@pytest.mark.few(37)
+@pytest.mark.few(19)
 @pytest.mark.parametrize("name", STORED)
 def test_nan_is_refused(name: str) -> None:
     """In codes, scales, zero points, tables; the decoders of the proof refuse it too, but for codes."""

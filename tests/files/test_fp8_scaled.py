@@ -93,7 +93,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("size", "growing"), [(0.002, 0), (0.02, 1), (2.0, 3)])
 @pytest.mark.parametrize("form", list(CODES))
 @pytest.mark.parametrize("style", STYLES)

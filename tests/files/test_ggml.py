@@ -88,7 +88,7 @@ def test_scales_stay_where_they_cover_the_new_numbers(kind: str) -> None:
     assert torch.equal(decode(kind, made), values), "a change of a third of a half step changes nothing"
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", sorted(ENCODED_TYPES))
 @given(
     scale=st.sampled_from([3e-7, 1e-3, 0.02, 30.0]),

@@ -22,7 +22,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 STEM = f"base_model.model.{LAYER}.lora"
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     layer, config = {**STORED[name]}, LIBRARIES[name].form.config

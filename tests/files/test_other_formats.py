@@ -49,7 +49,7 @@ def adapter(folder: Path, cols: int) -> tuple[Path, torch.Tensor]:
     return path, up.double() @ down.double()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     want, out = FORMS[name]["want"], tmp_path / "out"
@@ -103,6 +103,7 @@ def test_layers_that_contradict_themselves_are_refused_by_name(what: str, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["hqq 4 axis 1", "hqq 4 axis 0", "quanto int4", "sdnq uint4", "sdnq int4"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_scales_that_are_no_numbers_are_refused(name: str, number: float, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def spoilt(form: Form, tensors: Tensors, number: float) -> Tensors | None:
     return {**tensors, key: scale}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "scale"),
     [("ComfyUI int8", "weight_scale"), ("ComfyUI fp8 rows", "weight_scale"), ("ComfyUI nvfp4", "weight_scale_2"),
@@ -153,7 +153,7 @@ def test_scales_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "part", "number"),
     [

@@ -92,6 +92,7 @@ def half_steps(form: Form, found: Tensors, want: Tensor) -> float:
     return float(((form.read(found).double() - want).abs() / half.clamp(min=1e-15)).max())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dtype", "config"), [*((name, False) for name in FILE_FORMATS), *((name, True) for name in FOLDER_FORMATS)]
 )

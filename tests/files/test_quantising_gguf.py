@@ -52,6 +52,7 @@ def test_diffusion_model_is_quantised_on_the_way_out(kind: str, tmp_path: Path) 
             assert error < {"q2_k": 0.4, "q3_k": 0.2, "q6_k": 0.04}.get(kind, 0.15) * np.sqrt(np.mean(exact**2))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
 @pytest.mark.parametrize("was", ["Q4_K", "IQ4_XS", "NVFP4"])
 def test_codes_of_the_scale_0_become_zeros_of_another_type(was: str, kind: str, tmp_path: Path) -> None:

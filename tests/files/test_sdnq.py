@@ -41,7 +41,7 @@ def adapter(path: Path, shape: tuple[int, ...]) -> tuple[Path, torch.Tensor]:
     return path, (up.double().flatten(1) @ down.double().flatten(1)).view(shape)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
     shape, settings = ROWS[name]

@@ -85,6 +85,7 @@ def trained(dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("zipped", ["zip", "legacy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.filterwarnings("ignore:TypedStorage", "ignore:.*lr_scheduler.step")

@@ -21,7 +21,7 @@ WHOLE: Final = os.environ.get("LORA_MERGE_TESTS") == "all"
 
 def examples(count: int) -> int:
     """Return how many examples hypothesis makes in this lane."""
-    return 4 * count if WHOLE else max(4, count // 4)
+    return 4 * count if WHOLE else max(4, count // 6)
 
 
 def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:

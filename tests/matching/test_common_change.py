@@ -84,6 +84,7 @@ CHANGES: dict[str, tuple[Callable[[], Tensors], Spelling]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("model", "spelling"), CHANGES.values(), ids=CHANGES)
 def test_common_change_gives_every_module_its_place(model: Callable[[], Tensors], spelling: Spelling) -> None:
     base = model() | {"other.thing.weight": rand(3, 3)}

@@ -88,7 +88,7 @@ METHODS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_shapes_decide_for_layers_that_are_not_square_and_those_for_the_others(method: str, tmp_path: Path) -> None:
     """An unknown model of Conv1D: the flag is what PEFT wrote, of HiRA false."""
@@ -96,14 +96,14 @@ def test_shapes_decide_for_layers_that_are_not_square_and_those_for_the_others(m
     check(tmp_path, trained(model, METHODS[method](["wide", "tall", "square"]), tmp_path))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_linear_layers_of_an_unknown_model_stay_as_they_are(method: str, tmp_path: Path) -> None:
     model = Layers(wide=("l", 24, 16), tall=("l", 16, 24), square=("l", 16, 16))
     check(tmp_path, trained(model, METHODS[method](["wide", "tall", "square"]), tmp_path))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "hira"])
 def test_conv1d_that_was_wrapped_last_and_a_linear_layer(method: str, tmp_path: Path) -> None:
     model = Layers(lin0=("l", 16, 16), conv1d=("c", 16, 16))
@@ -251,7 +251,7 @@ def test_known_models_need_no_signs() -> None:
     assert conv1d_by_base("q_proj", set(), recognised=True, kind="LORA") is False
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_change_of_one_layer_is_that_of_the_merge_or_its_turn_is_asked_for(

@@ -27,7 +27,7 @@ PAIRS = {  # the ends of one module's keys, with their shapes
 }
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("others", [0, 3])
 @pytest.mark.parametrize(("dialect", "gone"), [(name, end) for name, ends in PAIRS.items() for end in ends])
 def test_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str, others: int, tmp_path: Path) -> None:

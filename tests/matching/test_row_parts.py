@@ -68,7 +68,7 @@ def stored(name: str, tensors: Tensors) -> torch.Tensor:
     return torch.cat([tensors[key] for key in keys])
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "chosen"), SUBSETS, ids=str)
 def test_part_lands_in_its_rows_whatever_others_are_there(name: str, chosen: tuple[int, ...]) -> None:
     base, module, split = KNOWN[name]
@@ -293,7 +293,7 @@ def test_real_models_show_what_their_fused_weights_hold() -> None:
         assert agreed(base.fused(whole(key, base.shapes[key]))) == split
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", STORED)
 def test_neighbours_never_contradict_the_tables(name: str) -> None:
     """Of every real model that a table knows: what the tensors beside a fused weight tell is what the table says."""

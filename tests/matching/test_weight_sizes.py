@@ -125,7 +125,7 @@ def test_formula_that_reads_the_weight_sees_it_padded_and_is_verified(tmp_path: 
     torch.testing.assert_close(load(tmp_path / "o.safetensors")["m.a.weight"].double(), exact, rtol=0, atol=2e-6)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("largest", [1, 12, 40])
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -63,7 +63,7 @@ def test_alpha_may_be_one() -> None:
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("old", KINDS)
 @pytest.mark.parametrize("new", KINDS)
 def test_value_takes_the_place_of_its_kind_alone(tmp_path: Path, old: torch.dtype, new: torch.dtype) -> None:
@@ -119,6 +119,7 @@ def test_whole_numbers_without_a_halfway_hinder_no_strength(strength: float) -> 
         lora_merge.merge_state_dict(BASE, [(other, strength)])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("unmatched", ["error", "skip"])
 @pytest.mark.parametrize("place", range(5))
 def test_any_other_difference_to_a_buffer_is_refused(unmatched: str, place: int, tmp_path: Path) -> None:

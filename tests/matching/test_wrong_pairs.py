@@ -232,6 +232,7 @@ def test_names_of_another_kind_of_model_are_no_sign_of_a_smaller_one(keep: str, 
         lora_merge.plan(tmp_path, save(deeper, tmp_path / "b.st"), tmp_path / "out", setting={"lora_alpha": 2})
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "token_embedding.weight"])
 @pytest.mark.parametrize("value", [torch.tensor(1.0), torch.zeros(0), torch.zeros(0, 4)])
 def test_embeddings_without_rows_are_a_base_like_any_other(tmp_path: Path, name: str, value: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ def parameter(found: Names, key: str) -> WeightView | None:
 # --- recognition ------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(44)
+@pytest.mark.few(22)
 @pytest.mark.parametrize("name", [n for n in ALL if not n.startswith("single-file/")])
 def test_exactly_one_row_recognises_a_model(name: str) -> None:
     shapes = header(name)
@@ -97,6 +97,7 @@ ROBOTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "added", "title"), ROBOTS)
 def test_robot_policy_has_its_names_in_every_layout(name: str, added: str, title: str) -> None:
     """Both ways: names of LeRobot's policy on the original checkpoint, and the checkpoint's names on LeRobot's folder."""
@@ -325,7 +326,7 @@ SWAPPED = re.compile(r"blocks\.\d+\.norm[23]\.")
 """HunyuanDiT's norms change their names with each other between the layouts, so the names alone fit both."""
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RECORDED)
 def test_rows_are_where_the_scripts_of_diffusers_put_them(name: str) -> None:
     native, there = recorded(name)
@@ -558,7 +559,7 @@ def test_longest_and_the_most_literal_row_wins() -> None:
     assert table.canonical(("b", "0")) is None
 
 
-@pytest.mark.few(26)
+@pytest.mark.few(13)
 @pytest.mark.parametrize("file", sorted(p.stem for p in FOLDER.glob("*.yaml")))
 def test_shipped_files_are_sound(file: str) -> None:
     from lora_merge.models.adapter_architecture import parsed

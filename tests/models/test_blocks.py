@@ -21,7 +21,7 @@ TWO_LAYOUTS = ["sd15", "sd21", "sdxl", "sdxl-refiner", "flux-dev", "flux2", "aur
                "hunyuanvideo:hunyuan-video", "lumina2", "zimage-original:zimage", "wan-t2v-1.3B", "qwen-image"]  # fmt: skip
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ALL)
 def test_every_tensor_is_in_a_block_that_the_order_names(name: str) -> None:
     found = blocks_of(name)
@@ -121,6 +121,7 @@ def test_number_of_a_list_is_one_that_a_strength_may_be(number: str) -> None:
             blocks_of("native/sd15").weights(text, "--strength-for lbw")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_fit_every_unet(preset: str) -> None:
     for name in ("native/sd15", "diffusers/sdxl", "native/sdxl-refiner"):
@@ -183,7 +184,7 @@ CURVED = {
 """Preset → some of its numbers, as the file of supermerger has them."""
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("preset", CURVED)
 def test_presets_of_26_numbers_are_those_of_supermerger_and_for_sd1_alone(preset: str) -> None:
     weights = blocks_of("native/sd15").weights(preset, "x")
@@ -233,7 +234,7 @@ LIKE_THEIR_BASE = ["native/sd15", "diffusers/sdxl", "native/flux-dev", "diffuser
                    "diffusers/qwen-image", "native/zimage-original", "diffusers/hunyuan-video", "transformers/qwen3-8b"]  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dialect", ["kohya", "dotted"])
 @pytest.mark.parametrize("name", LIKE_THEIR_BASE)
 def test_module_of_an_adapter_is_in_the_block_of_its_weight(name: str, dialect: str) -> None:

@@ -162,7 +162,7 @@ def check_patterns(table: str, count: int) -> None:
         assert by_pattern(found, module, parameter) == one_by_one(found, module, parameter), (module, parameter)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("table", TABLES)
 def test_name_found_by_its_pattern_is_where_it_is_by_itself(table: str) -> None:
     check_patterns(table, 8)

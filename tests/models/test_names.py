@@ -160,7 +160,7 @@ def test_adapters_of_wan_animate_2_fit_files_with_the_names_of_wan(model: str) -
             assert base(model).find(name) == want
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", STORED)
 def test_own_names_mean_the_own_tensors(name: str) -> None:
     """Every parameter of every full-size model, in a dialect that changes from one to the next."""
@@ -219,7 +219,7 @@ def test_components(name: str, parts: set[str]) -> None:
     assert {base(name).component(key) for key in header(name)} == parts
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "prefix", "inventory"),
     [
@@ -287,7 +287,7 @@ def test_swapped_halves() -> None:
     assert len(context.row_slices) == 1
 
 
-@pytest.mark.few(28)
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("name", "module", "parameter", "key"),
     [
@@ -782,7 +782,7 @@ WRONG = (
 )  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("made_for", "prefix", "name", "both"), WRONG, ids=[f"{a}-on-{b}" for a, _, b, _ in WRONG])
 def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, name: str, both: tuple[str, str]) -> None:
     modules = adapter(made_for, prefix)
@@ -796,7 +796,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
     assert (misfit.kind in ("model", "architecture", "variant")) == bool(misfit.adapter and misfit.base)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "prefix", "title"),
     [

@@ -65,7 +65,7 @@ def called(option: str, part: str, files: dict[str, str], out: Path, *more: str)
     return run(*words, "-o", out, *more)[::2]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("part", ["re:no_such_name", "te7", "no_such_stack"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_part_that_matches_nothing_is_refused_by_every_option(
@@ -79,7 +79,7 @@ def test_part_that_matches_nothing_is_refused_by_every_option(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "part", ["unet", "denoiser", "B01", "input_blocks.1", "down_blocks.0", r"re:input_blocks\.1\."]
 )
@@ -141,6 +141,7 @@ def test_factor_0_leaves_out_a_network_that_the_base_lacks(
     assert len(lora) > len(load(Path(alone)))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("part", ["te", "te1", "clip_l", "text_encoder", "CLIP", "te BASE", "te1 CLIP"])
 @pytest.mark.parametrize(
     "prefix", ["lora_te1_text_model_encoder_layers_0_", "text_encoders.clip_l.transformer.text_model.encoder.layers.0."]

@@ -23,6 +23,7 @@ def networks(word: str, names: Names) -> list[str]:
     return [p.label for p in names.parts if parts.names_network(word) and parts.factor(word, "", p.label)] or [word]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("base", "word", "found"), [
     *(("sd1", word, ["te"]) for word in ("te", "TE", "te1", "text_encoder", "text_encoder_1", "clip", "clip_l", "lora_te", "lora_te1", "text_model")),
     *(("sd1", word, ["unet"]) for word in ("unet", "UNET", "transformer", "model", "denoiser", "dit", "diffusion_model", "model.diffusion_model", "lora_unet")),
@@ -47,7 +48,7 @@ def covered(names: Names, part: str) -> set[str]:
     return {key for key, of in components.items() if one.factor(key, of) == 0.5}
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("base", "word", "same"), SPELLINGS)
 def test_block_has_the_names_of_other_programs_too(base: str, word: str, same: str) -> None:
     """In either layout; also those of diffusers, in which `inspect` and adapters name the blocks."""

@@ -103,6 +103,7 @@ def test_base_with_such_levels_is_the_same_base(
         assert torch.equal(got[told[key]], value), told[key]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [
     "model.layers.0.base_layer.mlp.up_proj", "model.layers.0.module.mlp.up_proj", "model.layers.0.mlp.up_proj.base_layer",
     "lora_unet_model_layers_0_mlp_up_proj_base_layer", "lycoris__orig_mod_model_layers_0__orig_mod_mlp_up_proj",

@@ -74,7 +74,7 @@ READ = {"m.a", "lycoris_m_a"}
 """Names that the second reading knows."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("stems", "equal"), [*((pair, True) for pair in combinations(STEMS, 2)), (STEMS[:2], False), (STEMS[2:4], False)]
 )

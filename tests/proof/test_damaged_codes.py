@@ -190,7 +190,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     }  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "option"), PLACES)
 def test_format_is_known_without_a_recipe(
     name: str, option: str, sources: dict[str, tuple[Path, Path]], tmp_path: Path

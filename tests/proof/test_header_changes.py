@@ -91,7 +91,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_header_that_was_changed_after_the_merge_is_detected(tmp_path: Path, change: str) -> None:
     out = sealed(tmp_path)
@@ -185,7 +185,7 @@ def test_base_entry_of_a_file_without_recipe_is_compared(tmp_path: Path) -> None
         prove(out, **named)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", [None, *CHANGES])
 def test_inspect_says_that_the_header_was_changed(tmp_path: Path, change: str | None) -> None:
     out = sealed(tmp_path)

@@ -404,7 +404,7 @@ def test_mutants_are_fifty_and_no_two_are_one() -> None:
     assert len({(m.scene, m.does) for m in MUTANTS}) == len(MUTANTS) >= 50
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.scene}: {m.does}")
 def test_wrong_planner_is_detected(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

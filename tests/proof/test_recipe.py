@@ -246,7 +246,7 @@ def of(**changes: Any) -> dict[str, Any]:
 OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "{" * 10_000, told(adapters=[]), told(version=1), told(adapters=5),

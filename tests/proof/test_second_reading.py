@@ -745,7 +745,7 @@ def of_whole_model(stored: str) -> Mapping[str, Shape]:
     return tensors
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row", [*SPELLINGS, *((b, p, "") for b in ("single-file/sd1", "diffusers/sd15") for p in ("output_blocks.11", "up_blocks.3"))],
                          ids=lambda row: " ".join(row[:2]))  # fmt: skip
 def test_every_spelling_of_a_block_is_confirmed_for_all_modules(row: tuple[str, str, str]) -> None:

@@ -235,6 +235,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "strengths"), [
     ("ink", [-0.5]), ("renamed", [-0.5]), ("chalk", [-1.0]), ("oil", [-0.25]), (["ink", "ink"], [-0.5]),
     (["oil", "ink"], [-0.25, -0.5]), ([("ink", 0.25)], [-0.25]),

@@ -514,7 +514,7 @@ def test_proof_leaves_no_file_open(made: Path, *, damaged: bool) -> None:
         assert opened() == 0
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("computed", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("size", [2e-314, 1e-44, 1e-39, 3e-8])
 def test_numbers_that_the_compute_dtype_loses_are_no_fault(size: float, computed: str, tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ def of_recipe(path: Path, **changes: Any) -> dict[str, str]:
     return entries | {"lora_merge.recipe": json.dumps(recipe | changes)}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("changes", "forged", "refused"), [
     ({"more": (1e7, -1e7)}, noisy, "not verifiable: the rounding bound is larger than the change"),
     ({"compute_dtype": "bf16"}, noisy, "by the bound of fp32"),

@@ -63,6 +63,7 @@ FORMS += [
 TAILS = ["", ":0.8", ":-1", ":.5", ":0.8,te=0", ",te=0,unet=0.5", ":1,lbw=1,0,0.5"]
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(("text", "address"), FORMS, ids=[text for text, _ in FORMS])
 def test_address_is_recognised_with_any_strength_behind_it(text: str, address: Address, tail: str) -> None:

@@ -277,7 +277,7 @@ FAILURES = [(0, 5), (401, 3), (403, 3), (404, 3), (429, 5), (500, 5)]
 """Status of all answers from some byte on, 0 for a network that is gone → exit code."""
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("status", "expected"), FAILURES, ids=[str(status) for status, _ in FAILURES])
 def test_failure_in_mid_run_writes_nothing(  # noqa: PLR0917
@@ -316,7 +316,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("place", ["hub", "civitai", "ms", "url", "stream"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_bytes_that_are_not_those_of_the_plan_are_refused_and_removed(  # noqa: PLR0917

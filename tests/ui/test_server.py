@@ -34,6 +34,7 @@ def page(comfy: Path) -> Iterator[Page]:
 JSON = "application/json"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("status", "headers"),
     [

@@ -120,7 +120,7 @@ DIALECTS: dict[str, Callable[[Tensors], Tensors]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_dialects_give_the_weights_that_the_library_makes(fused: Trained) -> None:
     """Three dialects for every model, so that each is written for a dozen models."""
     number = list(CONFIGS).index(fused.name)
@@ -129,7 +129,7 @@ def test_dialects_give_the_weights_that_the_library_makes(fused: Trained) -> Non
         _assert_same(merged, fused.weights, dialect)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_adapter_as_the_library_saves_it(fused: Trained, tmp_path: Path) -> None:
     """α in its metadata or configuration; onto a sharded folder, and the result loads with from_pretrained."""
     fused.base.save_pretrained(tmp_path / "base", max_shard_size="30KB")
@@ -140,7 +140,7 @@ def test_adapter_as_the_library_saves_it(fused: Trained, tmp_path: Path) -> None
         assert before == after
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_prefixed_metadata_entry_holds_for_its_component(fused: Trained, tmp_path: Path) -> None:
     tensors = {f"transformer.{k}": v for k, v in fused.tensors.items()}
     config = {"transformer.r": RANK, "transformer.lora_alpha": ALPHA, "transformer.target_modules": ["to_q"]}

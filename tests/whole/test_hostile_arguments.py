@@ -200,7 +200,7 @@ PLAIN: Mapping[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "fake")) for k in (*REFUSED, *PLAIN)]
 )  # imports

@@ -534,6 +534,7 @@ class Names(dict[str, Any]):
         return getattr(lora_merge, name) if name in lora_merge.__all__ else {}[name]
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("call", "fix"), SLIPS, ids=[call for call, _ in SLIPS])
 def test_slip_in_a_call_is_answered_in_python(call: str, fix: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)
@@ -572,7 +573,7 @@ PROPOSED = [(call, right) for call, fix in SLIPS if (right := corrected(call, fi
 """Each call with the one that is proposed."""
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("call", "right"), PROPOSED, ids=[right for _, right in PROPOSED])
 def test_proposed_call_works(
     call: str, right: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

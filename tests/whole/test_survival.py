@@ -131,7 +131,7 @@ CUT = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("words", CUT, ids=" ".join)
 def test_advice_on_a_rank_keeps_the_share_that_it_names(files: Path, words: list[str]) -> None:
     """The advised option is carried out: it keeps the share, at the ranks that were named; text and JSON agree."""
@@ -195,7 +195,7 @@ MERGES = [  # a base, the size of the change, and options
 ]  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("dtype", "scale", "options"), MERGES, ids=str)
 def test_advice_on_a_dtype_keeps_the_change(tmp_path: Path, dtype: str, scale: float, options: list[str]) -> None:
     """Each way that a warning about rounding names is carried out: 95 % of the change survives then."""
