@@ -314,7 +314,8 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     command, base, tuned = reading.command, reading.file(Role.BASE), reading.file(Role.TUNED)
     first = 2 if command.inputs == "checkpoints" else int(command.merges)
     stated = {_Term.of(word).path: word for word in reading.adapters}  # named with an option, and maybe without one too
-    files = [*dict.fromkeys(stated.get(word, word) for word in reading.files if word not in base)]
+    files = [stated.get(word, word) for word in reading.files if word not in base]
+    files = [*dict.fromkeys(files)] if reading.foreign else files
     if first == 2:
         files = [*base, *tuned, *files] if base else [*files, *tuned]
     elif first and not base:
@@ -454,6 +455,8 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     parameters = commands[command].params
     known = flags(parameters)
     check_dashes(args, known)
+    if hasattr(commands[command], "commands"):  # its commands have options of their own
+        return
     for at, (flag, part, value) in enumerate(zip(args, args[1:], args[2:], strict=False)):
         if flag == "--strength-for" and "=" not in part and right_form(value) and not exists(value):
             whole = [*args[: at + 1], f"{part}={right_form(value)}", *args[at + 3 :]]

@@ -247,7 +247,7 @@ def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeyp
 @pytest.mark.few(6)
 @pytest.mark.parametrize("words", [
     "base one:0.5 two:0.6", "base one two -s 0.5,0.6", "base one two -s [0.5,0.6]", "base one two -s -0.5 -s 0.6", "base one --scale 1",
-    "combine one two --scale 0.5", "combine one two:0.5 --rank 2", "average one two --weights 0.7,0.3", "base one,te=0 two:0.5,te=0.5",
+    "combine one two --scale 0.5", "combine one one -s 0.5 -s 0.5", "combine one two:0.5 --rank 2", "average one two --weights 0.7,0.3", "base one,te=0 two:0.5,te=0.5",
     "base one --strength-for te=0 --strength-for unet=0.5", "base one two three --method ties --scale 0.5", "resize one:0.5 --rank 2",
 ])  # fmt: skip
 def test_lines_of_ours_are_no_mistakes(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
