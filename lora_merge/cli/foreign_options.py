@@ -319,21 +319,20 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     if first == 2:
         files = [*base, *tuned, *files] if base else [*files, *tuned]
     elif first and not base:
-        foreign = reading.foreign or reading.mistakes
         others = [word for word in files if word not in reading.adapters]
-        models = [word for word in others if names_file(word) and not is_adapter(_Term.of(word).path)]
-        base = models if len(models) == 1 and foreign else others[:1]
+        checked = others if reading.foreign or reading.mistakes else []
+        models = [word for word in checked if names_file(word) and not is_adapter(_Term.of(word).path)]
+        base = models if len(models) == 1 else others[:1]
         files = [*base, *(word for word in files if word not in base), *tuned]
     else:
         files = [*base, *files, *tuned]
     most = len(files) if command.several or command.merges else max(first, 1)
-    models = [word for word in filter(names_file, files[1:]) if not is_adapter(_Term.of(word).path)]
-    of_adapters = first == 0 and bool(command.options)
-    swapped = bool(reading.foreign and first == 1 and (models or any(map(is_adapter, filter(names_file, files[:1])))))
-    swapped |= of_adapters and not all(is_adapter(_Term.of(word).path) for word in files)
-    swapped |= first == 2 and len(models) < len([*filter(names_file, files[1:])])
-    if not reading.required <= len(files) <= most or (tuned and command.options and first < 2) or swapped:
+    if not reading.required <= len(files) <= most or (tuned and command.options and first < 2):
         raise NotClear(" ".join(files))
+    if command.options and (reading.foreign or reading.mistakes):  # otherwise the command itself reports it
+        of_adapters = {n: is_adapter(_Term.of(word).path) for n, word in enumerate(files) if names_file(word)}
+        if any(adapter is not (n >= first) for n, adapter in of_adapters.items()):
+            raise NotClear(" ".join(files))
     if command.merges and files[0] in files[1:]:  # a base is not its own adapter
         raise NotClear(files[0])
     return files, first
