@@ -89,7 +89,7 @@ def rebuild(loaded: LoadedModule) -> Mapping[str, Tensor]:
 
 
 @lru_cache(maxsize=1)
-def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
+def spread(total: int, entries: int, seed: int) -> tuple[Any, Any]:
     """Return the index of each of `total` values, and the number of uses of each entry in fp32.
 
     The uses are as even as possible, and shuffled, as in PEFT's generate_index, by numpy's generator."""
@@ -100,11 +100,11 @@ def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
         otherwise=f"its layers have {total} numbers in all, at most {MOST_INDICES} can be drawn",
     )
     random = np.random.default_rng(seed)
-    chosen = np.repeat(np.arange(numbers), total // numbers)
-    if rest := total % numbers:
-        chosen = np.concatenate([chosen, random.choice(numbers, size=rest, replace=False)])
+    chosen = np.repeat(np.arange(entries), total // entries)
+    if rest := total % entries:
+        chosen = np.concatenate([chosen, random.choice(entries, size=rest, replace=False)])
     random.shuffle(chosen)
-    return chosen, np.bincount(chosen, minlength=numbers).astype(np.float32)
+    return chosen, np.bincount(chosen, minlength=entries).astype(np.float32)
 
 
 def _rank(shapes: Shapes, target: Shape) -> int:

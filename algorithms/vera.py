@@ -67,9 +67,9 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any], *, halves
     import torch
 
     expect(holds="seed" in settings, otherwise="the projections are not stored, and no configuration has their seed")
-    numbers, (out, cols) = shapes["rank_scale"][0], settings["widest"]
-    expect(holds=numbers % halves == 0, otherwise=f"rank_scale has {numbers} numbers, not {halves} for each rank")
-    rank = numbers // halves
+    entries, (out, cols) = shapes["rank_scale"][0], settings["widest"]
+    expect(holds=entries % halves == 0, otherwise=f"rank_scale has {entries} numbers, not {halves} for each rank")
+    rank = entries // halves
     rows, width = flat(target)
     expect(holds=out >= rows and cols >= width, otherwise=f"projections of {out}×{cols} do not cover {rows}×{width}")
     generator = torch.Generator(device="cpu").manual_seed(settings["seed"])

@@ -17,7 +17,7 @@ from .adapter_arguments import adapter_path
 from .addresses import downloads_in, with_addresses
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
-from .merge_methods import SUM, MethodParameters, numbers_of
+from .merge_methods import SUM, MethodParameters, method_parameters
 from .options import (
     AN_ADAPTER,
     BLOCK_LIST,
@@ -264,7 +264,7 @@ def _job(base: str | Path, adapters: Any, output: str | Path | None, values: dic
     # The output, by default in the current folder.
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
     job = Job(base=base, adapters=refs, output=out, **values)
-    numbers(job)
+    parameters(job)
     return job
 
 
@@ -278,12 +278,12 @@ def _whose(value: Any) -> str:
     return str(path)
 
 
-def numbers(job: Job) -> MethodParameters:
-    """Return the numbers of the job's method; UsageError where one is wrong."""
+def parameters(job: Job) -> MethodParameters:
+    """Return the parameters of the job's method; UsageError where one is wrong."""
     if job.method == SUM and job.scale != 1:
         each = ", ".join(f"{input_name(a.path)}:{a.strength * job.scale:g}" for a in job.adapters)
         raise UsageError("sum has no scale", "--scale", f"leave it out, and multiply each strength by it: {each}")
-    return numbers_of(job.method, vars(job), [a.strength for a in job.adapters])
+    return method_parameters(job.method, vars(job), [a.strength for a in job.adapters])
 
 
 def validated(job: Job) -> Job:

@@ -148,7 +148,7 @@ PARAMETER_RANGES: Final = {
 }
 
 
-def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> MethodParameters:
+def method_parameters(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> MethodParameters:
     """Return the numbers of a method for adapters of these strengths; None is one that is not given.
 
     UsageError for a number that the method does not take, that is missing, or that is out of range.
@@ -160,9 +160,9 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
         if name not in takes and value != getattr(plain, name):
             users = [m for m, other in METHODS.items() if name in other.takes] or ["another method"]
             raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
-    numbers = MethodParameters(**stated)
-    if wrong := next((name for name, good in _holds(numbers, len(strengths)).items() if not good), None):
-        value = getattr(numbers, wrong)
+    parameters = MethodParameters(**stated)
+    if wrong := next((name for name, good in _holds(parameters, len(strengths)).items() if not good), None):
+        value = getattr(parameters, wrong)
         percent = wrong in ("density", "gamma") and is_finite(value) and 1 < value <= 100
         fix = f"write `--{wrong} {value / 100:g}`" if percent else PARAMETER_RANGES[wrong]
         raise UsageError(f"{wrong} {shown(value)} is out of range", f"--{wrong}", fix)
@@ -170,13 +170,13 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
         raise UsageError(
             f"slerp of {plural(len(strengths), 'adapter')}", "`--method slerp`", "give two, or use karcher"
         )
-    if method == "slerp" and numbers.t is None:
+    if method == "slerp" and parameters.t is None:
         raise UsageError("slerp needs t", "--t", "write `--t 0.5`; 0 is the first adapter, 1 the second")
     if method == "model_stock" and len(strengths) < 2:
         raise UsageError("model_stock of one adapter", "`--method model_stock`", "give two or more")
     if method == "mean" and abs(sum(strengths)) < LEAST_DIVISOR:
         raise UsageError("the strengths add up to 0", "`--method mean`", "use sum, or other strengths")
-    return numbers
+    return parameters
 
 
 def _holds(n: MethodParameters, adapters: int) -> dict[str, bool]:

@@ -132,10 +132,10 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     factored = row.linear and not target.vector and all(c.left is not None for c in changes)
     before = largest_rank(changes)
     if not factored:
-        whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.numbers,
+        whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.parameters,
                               seeds, vector=target.vector)  # fmt: skip
         return Delta(None, None, whole.cached(), before)
-    weights = coefficients(job.method, lambda: _products(changes), [c.strength for c in changes], job.numbers)
+    weights = coefficients(job.method, lambda: _products(changes), [c.strength for c in changes], job.parameters)
     factors = []
     for c, weight in zip(changes, weights, strict=True):
         left, right = c.factors

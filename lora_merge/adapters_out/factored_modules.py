@@ -209,7 +209,7 @@ class FactoredSums:
     def _narrow(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> FactoredDelta | None:
         """Return the sum in fp32; None where that does not hold it, or where a number may not be finite."""
         # Step 1: Δ.
-        weights = coefficients(self.job.method, lambda: (), [f.use.strength for f in factors], self.job.numbers)
+        weights = coefficients(self.job.method, lambda: (), [f.use.strength for f in factors], self.job.parameters)
         if not all(weights):
             return None
         ranks = [len(f.down) for f in factors]
@@ -244,7 +244,7 @@ class FactoredSums:
         groups = groupby(factors, key=lambda f: f.use.patch.adapter)
         summands = [self._summand(target, [*some], kind) for _, some in groups]
         weights = coefficients(self.job.method, lambda: inner_products([(s.left, s.right) for s in summands]),
-                               [s.strength for s in summands], self.job.numbers)  # fmt: skip
+                               [s.strength for s in summands], self.job.parameters)  # fmt: skip
         left, right = stacked(
             (s.left if w == 1 else s.left * w, s.right) for s, w in zip(summands, weights, strict=True)
         )

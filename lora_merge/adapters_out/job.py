@@ -19,7 +19,7 @@ from ..errors import FitError, UsageError
 from ..files.checkpoint import MLX_FILE
 from ..files.folder_layouts import FOLDER_CONFIGS
 from ..job import Adapter, Job, make_job
-from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
+from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, method_parameters
 from ..models.part_factors import parts
 from ..options import (
     ADAPTER_OPTIONS,
@@ -87,7 +87,7 @@ class AdapterJob:
     ranked: bool = True
     """Whether a rule for ranks is stated. Without one, `convert` keeps the factors that it can keep."""
     method: str = SUM
-    numbers: MethodParameters = field(default_factory=MethodParameters)
+    parameters: MethodParameters = field(default_factory=MethodParameters)
     algorithm: str = FACTORS
     alpha: str | float = "rank"
     include: tuple[str, ...] = ()
@@ -220,15 +220,15 @@ def adapter_job(request: Request) -> AdapterJob:
     if not command.several and len(job.adapters) != 1:
         raise UsageError(f"{command.name} takes one adapter", plural(len(job.adapters), "adapter"),
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
-    numbers = numbers_of(method, values, [a.strength for a in job.adapters])
+    parameters = method_parameters(method, values, [a.strength for a in job.adapters])
     algorithm = algorithm_of(command, values.get("algorithm", FACTORS))
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
         what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
         raise FitError(what, f"`--method {method}`", GIVE_RANK)
     return AdapterJob(
         command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
-        method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
-        exclude=values["exclude"], compute_dtype=values["compute_dtype"], format=to.name,
+        method=method, parameters=parameters, algorithm=algorithm, alpha=_alpha(values["alpha"]),
+        include=values["include"], exclude=values["exclude"], compute_dtype=values["compute_dtype"], format=to.name,
         options=recorded(rows, stated),
     )  # fmt: skip
 

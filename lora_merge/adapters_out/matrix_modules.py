@@ -582,7 +582,7 @@ class WeightChanges:
         self.job, self.sources, self.reader = job, sources, reader
         self._single = job.compute_dtype == "fp32"
         self._evaluators = PerThread(self.evaluator)
-        self.combination = Combination(COMBINATIONS[job.method], job.numbers, sources.adapters)
+        self.combination = Combination(COMBINATIONS[job.method], job.parameters, sources.adapters)
         self.notes: dict[Note, None] = {}
 
     def evaluator(self) -> Evaluator:

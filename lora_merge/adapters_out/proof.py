@@ -280,7 +280,7 @@ class Expectation:
     def combination(self) -> Combination | None:
         """The method that combines changes; None for one that adds them."""
         job = self.job
-        return None if job.method in ADDING else Combination(METHODS[job.method], job.numbers, self.sources.adapters)
+        return None if job.method in ADDING else Combination(METHODS[job.method], job.parameters, self.sources.adapters)
 
     def has(self, whole: Target) -> bool:
         """Return whether there is a second computation for a weight, within the memory.
@@ -368,7 +368,7 @@ def _of_sum(
     if not known(part):
         return None
     strengths = {u.patch.adapter: u.strength for u in whole.uses}  # of those that change any row of the weight
-    scale = job.numbers.scale / (sum(strengths.values()) if job.method == MEAN else 1.0)
+    scale = job.parameters.scale / (sum(strengths.values()) if job.method == MEAN else 1.0)
     order, (rows, cols) = _order(part), flat(part.shape)
 
     def expected(some: slice) -> Array:

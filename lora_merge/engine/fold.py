@@ -176,7 +176,7 @@ def _combination_arguments(
     combination = block.target.combination
     uses = [[block.slices[k].use for k in numbers] for numbers in patches.values()]
     seeds = [combination.seed(adapter, of_adapter) for adapter, of_adapter in zip(patches, uses, strict=True)]
-    return [of_adapter[0].strength for of_adapter in uses], combination.numbers, seeds
+    return [of_adapter[0].strength for of_adapter in uses], combination.parameters, seeds
 
 
 def _note_changes(

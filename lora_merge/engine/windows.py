@@ -241,8 +241,8 @@ def _widening(plan: Plan) -> float:
 
 def _width(encoding: Encoding) -> float:
     """Return the bytes of one number."""
-    numbers, size = encoding.unit
-    return size / numbers
+    elements, size = encoding.unit
+    return size / elements
 
 
 def layout_key(plan: Plan) -> tuple[Any, ...]:

@@ -139,11 +139,11 @@ def _by_keys(signs: Sequence[tuple[re.Pattern[str], str]], keys: Sequence[str]) 
 def component(shapes: Mapping[str, Shape]) -> str:
     """Return the component of a pipeline that a file is by its keys; "" if they do not show it, or if most of its
     values are below other levels than those keys."""
-    numbers = Counter[str]()
+    elements = Counter[str]()
     for key, shape in shapes.items():
-        numbers[key.partition(".")[0]] += prod(shape)
+        elements[key.partition(".")[0]] += prod(shape)
     levels = {key.partition(".")[0] for key in shapes if _by_keys(COMPONENTS, [key.lower()])}
-    most = 2 * sum(numbers[level] for level in levels) >= numbers.total()
+    most = 2 * sum(elements[level] for level in levels) >= elements.total()
     return _by_keys(COMPONENTS, [key.lower() for key in shapes]) if most else ""
 
 

@@ -1,4 +1,4 @@
-"""How several changes of one weight meet: the method of a job, its numbers, the seeds of its random draws."""
+"""How several changes of one weight meet: the method of a job, its parameters, the seeds of its random draws."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Final
 from ..adapters.modules import AdapterFile
 from ..disk.files import sha256
 from ..dtypes import Memory
-from ..job import Job, numbers
+from ..job import Job, parameters
 from ..matching.patch import PatchPart
 from ..merge_methods import METHODS, SUM, MergeMethod, MethodParameters
 
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    """The method of one job with its numbers, and the adapters, of which the seeds of random draws are made."""
+    """The method of one job with its parameters, and the adapters, of which the seeds of random draws are made."""
 
     method: MergeMethod
-    numbers: MethodParameters = field(default_factory=MethodParameters)
+    parameters: MethodParameters = field(default_factory=MethodParameters)
     adapters: Sequence[AdapterFile] = ()
     uses: Mapping[str, Sequence[PatchPart]] = field(default_factory=dict)
     """Base key → all its changes, where adapters act in turn: formulas read weights that others have changed."""
@@ -30,7 +30,7 @@ class Combination:
     def of(job: Job, adapters: Sequence[AdapterFile], uses: Mapping[str, Sequence[PatchPart]]) -> Combination:
         """Return the combination of a job, whose adapters make these changes of the base."""
         row = METHODS[job.method]
-        return Combination(row, numbers(job), adapters, uses if row.in_turn else {})
+        return Combination(row, parameters(job), adapters, uses if row.in_turn else {})
 
     @cached_property
     def digests(self) -> tuple[str, ...]:

@@ -212,7 +212,9 @@ def of_weight(
     strengths = [parts[0].strength for parts in by.values()]
     seeds = [how.seed(n, [u for u in target.uses if u.patch.adapter == n]) for n in by]
     changes = [ReferenceRows((out, cols), partial(read, parts), step) for parts in by.values()]
-    parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2)
+    parts, slack = combined(
+        how.method, changes, strengths, how.parameters, seeds, rows=rows, vector=len(target.shape) < 2
+    )
     return CombinedChange(dict(zip(by, parts, strict=True)), slack)
 
 

@@ -73,10 +73,10 @@ def _groups(r: RebuiltSlots) -> bool:
 
 def _shares(r: RebuiltSlots) -> bool:
     """Check Uni-LoRA: entries of the vector, each weighed by its number of uses in all layers, which differs by 1."""
-    numbers, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
-    often = np.array([total // numbers, total // numbers + 1], np.float64)
+    entries, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
+    often = np.array([total // entries, total // entries + 1], np.float64)
     weights = as_dtype(1 / np.sqrt(often[often > 0]), dtype)
-    inside = all(((v >= 0) & (v < numbers)).all() for v in (r.slots["down_choice"], r.slots["up_choice"]))
+    inside = all(((v >= 0) & (v < entries)).all() for v in (r.slots["down_choice"], r.slots["up_choice"]))
     step = np.spacing(np.float32(weights.max())) if dtype in ("F32", "F64") else 0.0
     near = (np.abs(r.slots[s][..., None] - weights).min(axis=-1) <= step for s in ("down_weight", "up_weight"))
     return inside and all(flags.all() for flags in near)

@@ -108,7 +108,7 @@ class BaseHeader:
 
 def claims(
     tensors: Mapping[str, StoredTensor],
-    numbers: ModuleScales,
+    scales: ModuleScales,
     base: BaseHeader,
     strength: Strength,
     copies: Collection[str] = (),
@@ -117,32 +117,30 @@ def claims(
     whose tensors are all among `copies`, the names of tensors that the plan takes for copies of others."""
     uncertain = _uncertain_prefix(tensors, base)
     certain = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
-    read = [replace(group, kind=variant(group, numbers)) for group in certain]
-    yield from _experts(read, numbers, base, strength, copies)
-    yield from _tokens(tensors, numbers, base, strength)
+    read = [replace(group, kind=variant(group, scales)) for group in certain]
+    yield from _experts(read, scales, base, strength, copies)
+    yield from _tokens(tensors, scales, base, strength)
     placed = ((group, _place(group, read, base)) for group in read)
-    pairs = [
-        (g, p) for g, place in placed if place is not None and (p := _ordered(g, place, numbers, base)) is not None
-    ]
+    pairs = [(g, p) for g, place in placed if place is not None and (p := _ordered(g, place, scales, base)) is not None]
     if any(_is_stored_in_out(group, place) for group, place in pairs):  # then a square weight may, too
         pairs = [(g, p) for g, p in pairs if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
     taken = Counter((_family(group.kind), place.rows) for group, place in pairs if not _is_copy(group, copies))
     has_copies = any(BASE_COPY in name for name in tensors)
     vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
     for group, place in pairs:
-        claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
+        claim = _claim(group, place, scales, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
         if claim is not None and claim.kind in STARTED and has_copies:
             continue  # a stored copy may lack the start already, and be taken for the base: the plan compares them
         if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
             continue
         if claim is not None and group.kind in METHOD_ROWS:
-            claim = _of_method(claim, group, place, numbers, tensors)
+            claim = _of_method(claim, group, place, scales, tensors)
         if claim is not None:
             yield claim
 
 
 def _tokens(
-    tensors: Mapping[str, StoredTensor], numbers: ModuleScales, base: BaseHeader, strength: Strength
+    tensors: Mapping[str, StoredTensor], scales: ModuleScales, base: BaseHeader, strength: Strength
 ) -> Iterator[ModuleClaim]:
     """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
     added = [info for info in tensors.values() if info.name.endswith(TOKENS_DELTA)]
@@ -156,7 +154,7 @@ def _tokens(
         place = base.places.find(stem, "weight")
         if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
             (row,), factor = place.rows, strength(place.rows[0].key, place.network)
-            runs = numbers.tokens(stem, info.shape[0], row.stop) if factor is not None and row.start == 0 else []
+            runs = scales.tokens(stem, info.shape[0], row.stop) if factor is not None and row.start == 0 else []
             spans = {
                 TargetRows(row.key, a, b, row.cols, transposed=False, first=at): factor for a, b, at in runs if factor
             }
@@ -169,19 +167,19 @@ def _is_copy(group: Group, copies: Collection[str]) -> bool:
 
 
 def _experts(
-    read: list[Group], numbers: ModuleScales, base: BaseHeader, strength: Strength, copies: Collection[str]
+    read: list[Group], scales: ModuleScales, base: BaseHeader, strength: Strength, copies: Collection[str]
 ) -> Iterator[ModuleClaim]:
     """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
-    stacks = [(group, *stack) for group in read if (stack := _stacked(group, numbers, base)) is not None]
+    stacks = [(group, *stack) for group in read if (stack := _stacked(group, scales, base)) is not None]
     taken = Counter(place.rows for group, place, _ in stacks if not _is_copy(group, copies))
     for group, place, path in stacks:
-        scale = numbers.of_experts(group, path, place.shape[0])
+        scale = scales.of_experts(group, path, place.shape[0])
         factor = strength(place.rows[0].key, place.network)
         sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]
         row = (
             "lora_experts"
             if len({*sides}) > 1
-            else square_experts(numbers.config(group.stem), str(base.config.get("model_type") or ""))
+            else square_experts(scales.config(group.stem), str(base.config.get("model_type") or ""))
         )
         if None in (scale, factor, row) or taken[place.rows] > 1 or group.roles.keys() != LORA_ROLES:
             continue
@@ -191,13 +189,13 @@ def _experts(
             yield ModuleClaim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
 
 
-def _stacked(group: Group, numbers: ModuleScales, base: BaseHeader) -> tuple[WeightPlace, str] | None:
+def _stacked(group: Group, scales: ModuleScales, base: BaseHeader) -> tuple[WeightPlace, str] | None:
     """Return where the experts of a module are that PEFT's `target_parameters` names, and the parameter's path.
 
     PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
     outermost (tuners/lora/layer.py, ParamWrapper).
     """
-    names = numbers.config(group.stem).get("target_parameters")
+    names = scales.config(group.stem).get("target_parameters")
     if group.kind != "lora" or not isinstance(names, list) or len(names) > MOST_PARAMETERS:
         return None
     owner, depth = group.stem.replace(WRAPPED_LAYER, ""), group.stem.count(WRAPPED_LAYER)
@@ -214,18 +212,18 @@ def _stacked(group: Group, numbers: ModuleScales, base: BaseHeader) -> tuple[Wei
 
 
 def _of_method(
-    claim: ModuleClaim, group: Group, place: WeightPlace, numbers: ModuleScales, tensors: Mapping[str, StoredTensor]
+    claim: ModuleClaim, group: Group, place: WeightPlace, scales: ModuleScales, tensors: Mapping[str, StoredTensor]
 ) -> ModuleClaim | None:
     """Return the claim with the numbers of its method's row; None if others may apply."""
-    method, alpha = METHOD_ROWS[group.kind], numbers.limit(group)
+    method, alpha = METHOD_ROWS[group.kind], scales.limit(group)
     if alpha is None or (alpha and method.type):
         return None
-    known = ModuleFacts(shapes(group), place.shape, numbers.config(group.stem), alpha, group.stem, numbers.of_lycoris)
+    known = ModuleFacts(shapes(group), place.shape, scales.config(group.stem), alpha, group.stem, scales.of_lycoris)
     keys = method.shared_keys(group.stem.removeprefix(PEFT_PREFIX))
     shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
     scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
     settings = {} if claim.kind.startswith("onetrainer") else method.settings(known)
-    return replace(claim, scale=scale, settings=numbers.stated(settings), shared=shared)
+    return replace(claim, scale=scale, settings=scales.stated(settings), shared=shared)
 
 
 def _is_stored_in_out(group: Group, place: WeightPlace) -> bool:
@@ -258,7 +256,7 @@ def _place(group: Group, read: list[Group], base: BaseHeader) -> WeightPlace | N
     return place if group.part is None else _part(group, group.part, read, place, base.places.parts(place))
 
 
-def _ordered(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader) -> WeightPlace | None:
+def _ordered(group: Group, place: WeightPlace, scales: ModuleScales, base: BaseHeader) -> WeightPlace | None:
     """Return the place with its rows in the order of the adapter's; None if nothing states that order.
 
     A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published ones
@@ -268,7 +266,7 @@ def _ordered(group: Group, place: WeightPlace, numbers: ModuleScales, base: Base
     if network is None:
         return place
     named = any(".default" in info.name for info in group.roles.values())
-    order = numbers.order if named else "stacked"
+    order = scales.order if named else "stacked"
     files = {base.tensors[network.prefix + name].file for name in network.shapes}
     stored = "heads" if len(files) > 1 else "stacked"
     if order == stored:
@@ -301,13 +299,13 @@ def _part(
 
 
 def _claim(
-    group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader, strength: Strength
+    group: Group, place: WeightPlace, scales: ModuleScales, base: BaseHeader, strength: Strength
 ) -> ModuleClaim | None:
-    turned = _turned(group, place, numbers, base)
-    scale = numbers.scale(group)
-    if turned is None or scale is None or _contradicts(group, numbers):
+    turned = _turned(group, place, scales, base)
+    scale = scales.scale(group)
+    if turned is None or scale is None or _contradicts(group, scales):
         return None
-    kind, axis = kind_of(group, place.shape, numbers), _axis(group, place, turned=turned)
+    kind, axis = kind_of(group, place.shape, scales), _axis(group, place, turned=turned)
     if kind is None or axis is None:
         return None
     rows = list(_spans(place, turned=turned))
@@ -321,13 +319,13 @@ def _claim(
         if factor:
             spans[span] = factor
     tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBER_ROLES}
-    settings = numbers.stated({"parts": ()}) if kind == "lora_fused" else {}
+    settings = scales.stated({"parts": ()}) if kind == "lora_fused" else {}
     return ModuleClaim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
 
 
-def _contradicts(group: Group, numbers: ModuleScales) -> bool:
+def _contradicts(group: Group, scales: ModuleScales) -> bool:
     """Return whether a module has two tensors of one role, or a magnitude although its configuration denies DoRA."""
-    return bool(group.twice) or (numbers.config(group.stem).get("use_dora") is False and "magnitude" in group.roles)
+    return bool(group.twice) or (scales.config(group.stem).get("use_dora") is False and "magnitude" in group.roles)
 
 
 def _spans(place: WeightPlace, *, turned: bool) -> Iterator[TargetRows]:
@@ -351,7 +349,7 @@ def _bias(place: WeightPlace, base: BaseHeader, outputs: int) -> Iterator[Target
         yield TargetRows(key, 0, info.shape[0], 1, False, 0)  # noqa: FBT003
 
 
-def _turned(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader) -> bool | None:
+def _turned(group: Group, place: WeightPlace, scales: ModuleScales, base: BaseHeader) -> bool | None:
     """Return whether the base stores the transpose of the factors' product; None if they do not fit, or it is unknown.
 
     The shapes decide; for square weights the type of the model does.
@@ -363,8 +361,8 @@ def _turned(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseH
     conv1d = bool(name) and name[0] in CONV1D and str(base.config.get("model_type")) not in OUT_IN
     if upright and not (
         conv1d
-        or numbers.config(group.stem).get("fan_in_fan_out")
-        or numbers.turns
+        or scales.config(group.stem).get("fan_in_fan_out")
+        or scales.turns
         or (name and name[0] in base.in_out_names)
     ):
         return False

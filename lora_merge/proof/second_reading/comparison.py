@@ -94,11 +94,11 @@ def compare(
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
         texts = AdapterTexts(index.config, index.metadata, index.tensors.keys(), partial(_texts, index))
-        numbers = ModuleScales(texts, dict(job.setting), number)
+        scales = ModuleScales(texts, dict(job.setting), number)
         of_adapter = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
         factor = partial(parts.strength, ref.strength, ref.parts)
-        for claim in claims(index.tensors, numbers, read_base, factor, copies):
+        for claim in claims(index.tensors, scales, read_base, factor, copies):
             if copies.issuperset(claim.tensors.values()):
                 claim = _of_original(claim, of_adapter, shapes)
             by_id = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}

@@ -89,14 +89,14 @@ def _fits_below(s: Stored, shape: Shape) -> bool:
     return sum(size[0] for size in ups) == shape[0] and s["down"][0] == sum(size[1] for size in ups)
 
 
-def _started(kind: str, numbers: ModuleScales, stem: str) -> str | None:
+def _started(kind: str, scales: ModuleScales, stem: str) -> str | None:
     """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None if only the plan knows."""
-    config = numbers.config(stem)
+    config = scales.config(stem)
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
     if bool(config.get("use_bdlora")) != (kind == "bdlora") or kasa != (kind == "kasa"):
         return None
     if start in ("pissa", "olora"):
-        return start if kind == "lora" and not (kasa or numbers.keeps_base) else None
+        return start if kind == "lora" and not (kasa or scales.keeps_base) else None
     return kind
 
 
@@ -111,9 +111,9 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
 """Kind → check whether its tensors have the sizes for a weight."""
 
 
-def variant(group: Group, numbers: ModuleScales) -> str:
+def variant(group: Group, scales: ModuleScales) -> str:
     """Return the kind of a module, by its configuration and the user's settings if its tensors have LoRA's names."""
-    if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
+    if group.kind == "lora" and scales.config(group.stem).get("use_bdlora"):
         return "bdlora"
     stored = shapes(group)
     if group.kind in ("lora", "litgpt") and len(stored["up"]) == len(stored["down"]) == 3:
@@ -125,21 +125,21 @@ def variant(group: Group, numbers: ModuleScales) -> str:
     return "lora" if stored["up"][1:] == stored["down"][:1] else "lora_fused"
 
 
-def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
+def kind_of(group: Group, shape: Shape, scales: ModuleScales) -> str | None:
     """Return the row of ALGORITHMS for a weight of this shape; None if two rows fit the shapes, or the
     configuration is that of another method."""
-    kind, stated = group.kind, numbers.method(group.stem)
+    kind, stated = group.kind, scales.method(group.stem)
     if kind in METHOD_ROWS:
         return _of_method(group, shape, stated)
     if kind in ("full", "ia3"):
         return kind
     if kind == "peft_ia3":
-        inputs = numbers.inputs_scaled(group.stem) if stated == "IA3" else None
+        inputs = scales.inputs_scaled(group.stem) if stated == "IA3" else None
         return None if inputs is None else "peft_ia3_in" if inputs else "peft_ia3_out"
     if stated is None or (stated and stated not in (kind.upper(), "LORA" if kind in LOW_RANK else "")):
         return None
     if stated == "LORA":
-        return _started(kind, numbers, group.stem)
+        return _started(kind, scales, group.stem)
     return _glora(shapes(group), shape) if kind == "glora" else kind
 
 
