@@ -16,7 +16,6 @@ from ..adapter_arguments import right_form
 from ..addresses import split
 from ..command import MERGE
 from ..errors import MergeError, UsageError
-from ..files.file_signatures import LONGEST_BEGINNING, is_mergekit, of_mergekit
 from ..merge_methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS
 from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending, words_of
@@ -168,11 +167,11 @@ def _receivers(
 def _fit_parts(reading: TypedLine, base: str, terms: Sequence[_Term]) -> None:
     """Make strengths of the denoiser those of the whole adapters if the base has nothing else: a strength of its text
     encoders is left out."""
+    if not (reading.foreign or reading.mistakes):
+        return
     from ..files.checkpoint import open_checkpoint
     from ..models.names import names
 
-    if not (reading.foreign or reading.mistakes):
-        return
     try:
         labels = {part.label for part in names(open_checkpoint(expand(path_of(base)))).parts}
     except MergeError:  # the merge itself reports it
@@ -515,6 +514,8 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
 def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a line with the files and the output of a configuration, such as one of Axolotl, as options in its place,
     but those of which the line has one; and the configurations. UsageError for one of mergekit."""
+    from ..files.file_signatures import is_mergekit, of_mergekit
+
     words, files = list[str](), list[str]()
     stated = {_role(arg) for arg in args if arg.startswith("-")}
     for word in args:
@@ -547,6 +548,7 @@ def _role(option: str) -> str:
 
 def _fields(path: str) -> Mapping[str, Any]:
     """Return the fields of a YAML file that is no jobs file; {} for others."""
+    from ..files.file_signatures import LONGEST_BEGINNING
     from ..files.yaml_source import parse, read_text
 
     try:

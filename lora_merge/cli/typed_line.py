@@ -16,7 +16,6 @@ from ..adapter_arguments import of_tags, right_form
 from ..addresses import split
 from ..command import Command
 from ..errors import MergeError, UsageError
-from ..models.blocks import PRESETS
 from ..option_texts import value_of
 from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
 from ..paths import ENDINGS, exists, with_found_ending
@@ -233,6 +232,8 @@ class TypedLine:
 
     def _take_part(self, option: str, part: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Take the strengths of a part of a model; return the other words."""
+        from ..models.blocks import PRESETS
+
         by_name = values[:1] if values and "=" in values[0] else ()  # --block-weights IN04=0,OUT03=0.2
         for value in re.split(",(?=[^,=]+=)", values[0]) if by_name else ():
             self.settings.append(Setting(f"{option} {value}", ("--strength-for", value)))
