@@ -370,6 +370,8 @@ SLIPS = [
     ("resize('ink', 'out', rank=1.0)", "write rank=1"),
     ("resize('ink', 'out', dim=1)", "did you mean rank?"),
     ("resize(['ink'], 'out', rank=1)", 'write adapter="ink"'),
+    ("convert('ink', 'PEFT')", 'write convert("ink.safetensors", to="peft")'),
+    ("extract('m', 'base')", 'write extract("base.safetensors", "m.safetensors"); at strength -1 that adapter takes the merge back'),
     ("convert('ink', 'out', 'peft')", 'write to="peft"'),
     ("convert('ink', 'out', format='peft')", "did you mean to?"),
     ("convert('ink', 'out', to='peft', rank=1, max_rank='1')", "write max_rank=1"),
