@@ -82,12 +82,16 @@ def wrong_call(function: Callable[..., Any], call: CallArguments) -> UsageError 
     if wrong is not None:
         return UsageError(wrong[0], place, wrong[1])
     hints, names = _hints(function), [*parameters]
+    if swapped := _swapped(function.__name__, [hints.get(name) for name in names[:2]], placed):
+        return UsageError("the arguments are in another order", place, swapped)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         optional = name in parameters and value is None and parameters[name].default is not inspect.Parameter.empty
         if name in hints and name in parameters and not optional and not _fits(value, hints[name]):
             kind = VALUE_KINDS[annotation_of(parameters[name])]
             fix = _other_places(function.__name__, parameters, placed) if name == names[0] else ""
             fix = fix or _right_type(function.__name__, parameters[name], value, hints[name])
+            if name == "output" and "adapters" in names and (words := _with_list(names, placed)):
+                fix = fix or f"write {function.__name__}({words})"
             if not fix and any(value is other for other in placed):
                 meant = _meant_for(value, names[: len(placed)], parameters, options)
                 fix = f"write {meant}={python_code(value)}" if meant else ""
@@ -111,6 +115,23 @@ def _other_places(function: str, parameters: Mapping[str, inspect.Parameter], pl
     return f"write {function}({', '.join(map(python_code, values))})" if values else ""
 
 
+def _swapped(function: str, hints: Sequence[Any], placed: Sequence[Any]) -> str:
+    """Return the call whose first two arguments change places, if only then they are of the right types; "" for another
+    call."""
+    if len(placed) < 2 or len(hints) < 2 or None in hints or _as_argument(placed[0]) in ("model", "state_dict"):
+        return ""
+    in_order, swapped = (all(map(_fits, values, hints)) for values in (placed[:2], placed[1::-1]))
+    if in_order or not swapped:
+        return ""
+    words = [_as_argument(value) for value in (*placed[1::-1], *placed[2:])]
+    return f"write {function}({', '.join(words)})"
+
+
+def _as_argument(value: Any) -> str:
+    """Return an argument as code; a model or a state dict by its usual name."""
+    return "model" if _is_model(value) else "state_dict" if isinstance(value, Mapping) else python_code(value)
+
+
 def _meant_for(
     value: Any, placed: Sequence[str], parameters: Mapping[str, inspect.Parameter], options: Sequence[str]
 ) -> str:
@@ -127,12 +148,16 @@ def _unknown_name(
     for name in kwargs:
         if name in COMMAND_ONLY:
             fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
+            if name == "dry_run":
+                fix = "`plan` takes the arguments of `merge` and writes nothing"
             return f"only the command line has the option {name!r}", fix
         if name in FOR_FILES and {"state_dict", "model"} & parameters.keys():
             return f"there is no parameter {name!r}", "for files use merge()"
         if name not in known:
             near = get_close_matches(name, parameters, 1) or [MEANT.get(name, "")] * (MEANT.get(name) in known)
             near = near or get_close_matches(name, known, 1)
+            meant = [MEANT[other] for other in kwargs if other not in known and MEANT.get(other) in known]
+            near = [", ".join(meant)] if len(meant) > 1 else near
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
             return f"there is no parameter {name!r}", fix
     return None
@@ -159,16 +184,25 @@ def _wrong_number(
         if parameter.default is parameter.empty and name not in (*placed[: len(args)], *kwargs):
             example = EXAMPLES.get(f"{function}.{name}") or EXAMPLES[name]
             value = next((python_code(value) for value in args if _may_be(value, name, parameter)), example)
-            return f"{name} is missing", _other_places(function, parameters, args) or f"write {name}={value}"
+            fix = _other_places(function, parameters, args) or f"write {name}={value}"
+            if annotation_of(parameter) == "str | int":
+                numbers = [_number_meant(value, "str | int", str | int) for value in args]
+                others = [_as_argument(value) for value, code in zip(args, numbers, strict=True) if not code]
+                named = [f"{name}={code}" for code in numbers if code]
+                fix = f"write {function}({', '.join([*others, *named])})" if len(named) == 1 else fix
+            return f"{name} is missing", fix
     return None
 
 
 def _with_list(placed: Sequence[str], args: Sequence[Any]) -> str:
     """Return the arguments of a call whose adapters, or an adapter and its strength, follow one another, in a list; ""
     for other arguments."""
-    first, end = placed.index("adapters"), len(args) - ("output" in placed)
+    strength = number_of(args[-1]) if isinstance(args[-1], str) else args[-1] if is_finite(args[-1]) else None
+    first, end = placed.index("adapters"), len(args) - ("output" in placed and strength is None)
     adapters, output = [*args[first:end]], args[end:]
-    of_one = len(adapters) == 2 and is_finite(adapters[1])
+    of_one = len(adapters) == 2 and not output and strength is not None
+    if of_one:
+        adapters[1] = strength
     if not all(isinstance(value, str | os.PathLike) for value in (*adapters[: 1 if of_one else None], *output)):
         return ""
     before = [

@@ -24,8 +24,8 @@ MEANT: Final[Mapping[str, str]] = MappingProxyType({
     **dict.fromkeys(("out", "output_path", "output_dir", "output_file", "save_to"), "output"),
     **dict.fromkeys(("weight", "weights", "ratio", "ratios", "multiplier", "alpha", "lora_scale"), "strengths"),
     **dict.fromkeys(("force", "exist_ok"), "overwrite"),
-    **dict.fromkeys(("model", "checkpoint", "ckpt"), "base"),
-    **dict.fromkeys(("loras", "adapter_path", "lora_path"), "adapters"),
+    **dict.fromkeys(("model", "base_model", "model_path", "checkpoint", "ckpt"), "base"),
+    **dict.fromkeys(("lora", "loras", "adapter_path", "lora_path"), "adapters"),
     **dict.fromkeys(("dim", "network_dim", "new_rank", "lora_rank"), "rank"),
     "format": "to", "to": "format",
 })  # fmt: skip
@@ -364,9 +364,9 @@ def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
 def a_list(value: Any, where: str, expected: str) -> list[Any]:
     """Return the items of a list, or of any iterable that is not text or a table; UsageError for other values."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or hasattr(value, "state_dict"):
-        raise unlike(
-            value, where, expected, values_of(value) if isinstance(value, str) and where.startswith("--") else None
-        )
+        right = values_of(value) if isinstance(value, str) and where.startswith("--") else []
+        of_numbers = expected.startswith("a list of numbers") and not all(map(is_finite, right))
+        raise unlike(value, where, expected, None if of_numbers else right or None)
     try:
         return list(value)
     except Exception as e:  # of the caller's iterator, or a closed file

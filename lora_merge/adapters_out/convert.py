@@ -9,11 +9,11 @@ from typing import Any
 from ..command import Request
 from ..errors import UsageError
 from ..options import KEEP, pairs
-from ..paths import is_folder, names_folder, output_file
+from ..paths import is_folder, names_folder, nearest, output_file, typed
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from .adapter_dialect import as_named, input_dialect, without_base
-from .dialects import DIALECTS, OF_INPUT, stated_dialect
+from .dialects import DIALECTS, OF_INPUT, dialect, stated_dialect
 from .form import Conversion
 from .job import RANK_OPTIONS, AdapterJob, adapter_job, algorithm_of
 from .pipeline import AdapterRun, grouped, plan_modules, write_modules
@@ -29,6 +29,9 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     to = stated_dialect(form_options.get("to", KEEP), "--to")
     algorithm = algorithm_of(request.command, form_options.get("algorithm", KEEP))
     job = adapter_job(replace(request, options=stated))
+    if to is OF_INPUT and isinstance(output, str) and dialect(output) is not None:
+        fix = f"write `lora-merge convert {typed([nearest(str(job.adapters[0].path))])} --to {output.lower()}`"
+        raise UsageError("the output has the name of a format", output, fix)
     ranks: dict[str, Any] = {option: form_options[option] for option in RANK_OPTIONS if option in form_options}
     if ranks:
         job = replace(job, rules=_stated_rules(ranks), ranked=True)

@@ -17,6 +17,7 @@ from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
+from ..files.file_signatures import model_as_jobs
 from ..options import switch, unlike, whole
 from ..paths import ENDINGS, expand
 from ..planning.downloads import downloads, fetch_all
@@ -183,8 +184,7 @@ def make_batch(  # noqa: PLR0913  # the options of the command
         raise UsageError(f"{shown(workers.count)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         if str(source).endswith(ENDINGS):
-            raise UsageError("this is a model, not a jobs file", str(source),
-                             "one merge needs no file: `lora-merge BASE ADAPTER:0.8`")  # fmt: skip
+            raise model_as_jobs(str(source))
         source = expand(source)
     jobs = with_endings(load(source, overwrite=overwrite, card=card))
     entries = [replace(e, redo=switch(redo, "--redo")) for e in jobs]

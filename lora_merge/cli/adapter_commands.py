@@ -114,11 +114,12 @@ def convert(adapter: Adapter, **options: Any) -> None:
 
     def make(_: CheckpointCache) -> Any:
         (ref,), stated = _job_values([named_adapter(adapter)], options)
+        job = COMMANDS["convert"].job([ref], output, base, stated)
         same = all(stated.get(name) in (None, KEEP, []) for name in ("to", *CHANGING))
         if same and isinstance(ref, str):
             fix = "give `--to diffusers`; or another --dtype, --rank, --algorithm or --alpha"
             raise UsageError("no format is named", "lora-merge convert", fix)
-        return COMMANDS["convert"].job([ref], output, base, stated)
+        return job
 
     show(COMMANDS["convert"], make, printed)
 

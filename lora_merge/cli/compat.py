@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from ..adapter_arguments import right_form
 from ..addresses import parse
-from ..errors import UsageError
+from ..errors import AdapterAsBase, UsageError
 from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
-from .corrected_line import line
+from .corrected_line import is_adapter, line, path_of, split_words
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -119,6 +119,29 @@ def _one_word(what: str, args: Sequence[str], parts: slice, between: str = "") -
     """Return the error for words of a line that are one."""
     right = [*args[: parts.start], between.join(args[parts]), *args[parts.stop :]]
     return UsageError(what, " ".join(args[parts])[:200], f"write {line(right)}")
+
+
+def check_base(args: Sequence[str], known: Mapping[str, bool]) -> None:
+    """Raise AdapterAsBase for a merge of adapters alone, if each has a strength. `known`: see `flags`."""
+    plain, options = split_words(args, known)
+    strengths = [option for option in options if option.partition("=")[0] in ("-s", "--strength")]
+    if 1 < len(plain) == len(strengths) and all(path_of(word) and is_adapter(word) for word in plain):
+        raise AdapterAsBase("the base is itself an adapter", path_of(plain[0]), "name the base first")
+
+
+def check_format(command: str, args: Sequence[str], known: Mapping[str, bool]) -> None:
+    """Raise UsageError for the name of a format that has no option before it. `known`: see `flags`."""
+    flag = next((option for option in ("--to", "--format") if option in known), "")
+    plain, options = split_words(args, known)
+    stated = {option.partition("=")[0] for option in options if option.startswith("-")}
+    if not flag or flag in stated or not stated <= known.keys():
+        return
+    from ..adapters_out.dialects import dialect
+
+    for word in plain:
+        if not exists(with_found_ending(word)) and dialect(word) is not None:
+            right = [command, *(other for other in plain if other != word), *options, flag, word.lower()]
+            raise UsageError("a format has an option", word, f"write {line(right)}")
 
 
 def check_values(args: Sequence[str], known: Mapping[str, bool]) -> None:

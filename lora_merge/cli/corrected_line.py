@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..command import MERGE
-from ..errors import AdapterAsBase, MergeError
+from ..errors import AdapterAsBase, MergeError, NoAdapter
 from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
 from .terminal import without_global_options
@@ -54,6 +54,14 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     if not isinstance(error, MergeError) or not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
+    if isinstance(error, NoAdapter) and (bases := _twice(words, commands[command].params)):
+        words = [word for n, word in enumerate(words) if _file(word) not in bases & {*map(_file, words[:n])}]
+        others = split_words(words, flags(commands[command].params))[0][1 + (words[0] in commands) :]
+        texts = {error.what.written: "the base is named twice"}
+        texts |= {error.fix.written: f"leave the second one out: {line(words)}"} if others else {}
+        error.reword(lambda text: texts.get(text, text))
+        if others:
+            return
     as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and path_of(error.where))
     if as_base and command == MERGE:
         known = {name: flags(commands[name].params) for name in (MERGE, "combine")}
@@ -93,7 +101,9 @@ def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any
         for n, command in enumerate(pieces[1::2]):
             typed_words = words_of(command)
             command_words = [by_user.get(word, word) for word in typed_words]
-            filled = _in_typed_order(in_places(command_words, known, [*files], folders=not purpose), [*files])
+            filled = in_places(command_words, known, [*files], folders=not purpose)
+            if filled != command_words:  # places; otherwise the order is what the fix changes
+                filled = _in_typed_order(filled, [*files])
             if not filled and not purpose:  # a usage line with some of the files is better than none
                 filled = _with_first(command_words, known, [*files])
             unfilled |= not filled
@@ -247,8 +257,13 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
 
 def _twice(words: Sequence[str], parameters: Sequence[Any]) -> set[str]:
     """Return the files that a line names twice, such as a base that is also in the place of an adapter."""
-    files = [with_found_ending(_bare(word)) for word in split_words(words, flags(parameters))[0]]
+    files = [*map(_file, split_words(words, flags(parameters))[0])]
     return {file for file in files if files.count(file) > 1}
+
+
+def _file(word: str) -> str:
+    """Return the file that a word names, with its ending."""
+    return with_found_ending(_bare(word))
 
 
 def _path(word: str, wrong: str, right: str) -> str:

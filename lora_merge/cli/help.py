@@ -18,12 +18,13 @@ from typer.core import TyperCommand, TyperGroup
 from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import MergeError, UsageError
+from ..files.file_signatures import model_as_jobs
 from ..option_texts import takes
 from ..options import OPTIONS
-from ..paths import exists, expand, with_found_ending
+from ..paths import ENDINGS, exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
-from .corrected_line import flags, in_places, is_adapter, line, split_words
+from .corrected_line import flags, in_places, is_adapter, line, path_of, split_words
 from .foreign_names import alike
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
@@ -217,9 +218,11 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
     known = context.command if context is not None else commands.get(command)
     if text.startswith("Missing option") and (model := _model_as_adapter(known)):
         return model
+    extra = _extra(text)
+    if command == "batch" and extra and (models := [path for path in map(path_of, sys.argv) if path.endswith(ENDINGS)]):
+        return model_as_jobs(models[0])
     corrected = _corrected_line(error, text, command, known)
     fix = corrected.removesuffix("; ") if corrected.startswith("write lora-merge ") else f"{corrected}{see}"
-    extra = _extra(text)
     what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
     return UsageError(what.rstrip("."), typed(), fix)
 

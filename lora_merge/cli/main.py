@@ -29,7 +29,9 @@ from .batch_command import batch
 from .compat import (
     PROGRAM_OPTIONS,
     SHORT_COMMANDS,
+    check_base,
     check_command,
+    check_format,
     check_once,
     check_spaces,
     check_values,
@@ -81,8 +83,12 @@ class Commands(TyperGroup):
         if args and args[0] in self.commands and not ctx.resilient_parsing:
             from .foreign_options import check_line
 
+            known = flags(self.commands[args[0]].params)
+            check_format(args[0], args[1:], known)
+            if args[0] == MERGE:
+                check_base(args[1:], known)
             check_line(args[0], args[1:], self.commands)
-            check_values(args[1:], flags(self.commands[args[0]].params))
+            check_values(args[1:], known)
             check_once(args[1:], self.commands[args[0]].params)
         take_text(self.get_params(ctx))
         return super().parse_args(ctx, args)

@@ -84,7 +84,7 @@ def _alike(path: Path) -> list[Path]:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return []
-    same = [name for name in names if Path(name).stem == path.name]  # its ending is missing
+    same = [name for name in names if Path(name).stem in (path.name, path.stem)]  # without its ending, or with another
     return [path.with_name(name) for name in same[:1] or get_close_matches(path.name, names, 1, 0.8)]
 
 

@@ -198,6 +198,12 @@ def is_mergekit(fields: Collection[str]) -> bool:
     return "jobs" not in fields and not MERGEKIT.isdisjoint(fields)
 
 
+def model_as_jobs(where: str) -> UsageError:
+    """Return the error for a model in the place of a jobs file."""
+    fix = "one merge needs no file: `lora-merge BASE ADAPTER:0.8`"
+    return UsageError("this is a model, not a jobs file", where, fix)
+
+
 def of_mergekit(where: str) -> UsageError:
     """Return the error for a mergekit configuration."""
     return UsageError(

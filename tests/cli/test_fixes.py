@@ -121,6 +121,7 @@ SCENES: Final[dict[str, str]] = {
     "use --format kohya, lycoris or comfy": "extract BASE TUNED --algorithm lokr --format diffusers -o x.safetensors",
     "use --algorithm lora, or --format kohya": "extract BASE TUNED --algorithm full --format diffusers -o x.safetensors",
     "give --ema too": "average A A --ema-to 0.9 -o x.safetensors",
+    "write lora-merge convert … --to …": "convert A -o comfy",
     "give --rank too, such as exact": "convert A --to comfy --max-rank 4 -o x.safetensors",
     "give --to diffusers; or another --dtype, --rank, --algorithm or --alpha": "convert A",
     "write --dtype …, or --on-overflow saturate to cut such values to the largest": "BASE A:1e9 -o x.safetensors",

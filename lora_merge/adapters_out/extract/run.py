@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from ...command import Request
 from ...disk.destination import check_output
 from ...disk.draft import Heap
+from ...disk.hashes import hash_once
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import device_bytes, places, threads
 from ...engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
@@ -24,9 +25,11 @@ from ...errors import AdapterAsBase, FitError, InputError, MergeError, UsageErro
 from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.part_factors import ParameterChoice
-from ...paths import is_folder, names_folder, output_file, typed, with_ending
+from ...paths import is_folder, names_folder, nearest, output_file, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
+from ...planning.recipe import KEY, parsed
 from ...progress import Counting, Progress, unwatched
+from ...sources.inputs import origin
 from ...text import Note, listed, plural, shown
 from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect, stated_dialect
@@ -84,6 +87,9 @@ def make_job(request: Request, cache: CheckpointCache | None = None) -> AdapterJ
     job = adapter_job(replace(request, options=stated))
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "`--rank same`", "give a number or energy:x")
+    if cache is not None:
+        with suppress(InputError):  # the plan raises it
+            _expect_order(job, cache)
     changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
     name = to.name if to else AUTO_FORMAT
     job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)
@@ -95,6 +101,20 @@ def make_job(request: Request, cache: CheckpointCache | None = None) -> AdapterJ
         with suppress(MergeError):  # the plan raises it
             return _in_dialect(job, _usual(_model(job, _base(job), cache)[1], job), output)
     return job
+
+
+def _expect_order(job: AdapterJob, cache: CheckpointCache) -> None:
+    """Raise UsageError if the base of a job was merged from its tuned checkpoint, by the hash in its recipe."""
+    merged, base = cache.index(_base(job), adapter=False), cache.index(job.adapters[0].path, adapter=False)
+    former = (parsed(merged.metadata.get(KEY, "")) or {}).get("base")
+    files = former.get("files") if isinstance(former, Mapping) else None
+    sizes = [base.headers[file].state.size for file in base.files]
+    if not isinstance(files, list) or [f.get("size") for f in files if isinstance(f, Mapping)] != sizes:
+        return
+    if origin(base.path) is None and hash_once(base.files[0]) == files[0].get("sha256"):
+        right = typed(["lora-merge", "extract", *map(nearest, map(str, (base.path, merged.path)))])
+        fix = f"write `{right}`; at strength -1 that adapter takes the merge back"
+        raise UsageError(f"{merged.path.name} was merged from {base.path.name}", str(merged.path), fix)
 
 
 def _in_dialect(job: AdapterJob, to: Dialect, output: str | Path) -> AdapterJob:
