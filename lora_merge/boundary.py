@@ -148,8 +148,6 @@ def _unknown_name(
     for name in kwargs:
         if name in COMMAND_ONLY:
             fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
-            if name == "dry_run":
-                fix = "`plan` takes the arguments of `merge` and writes nothing"
             return f"only the command line has the option {name!r}", fix
         if name in FOR_FILES and {"state_dict", "model"} & parameters.keys():
             return f"there is no parameter {name!r}", "for files use merge()"

@@ -292,9 +292,11 @@ def as_resource_error(e: Exception) -> ResourceError | None:
     failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
-        error = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
+        error = ResourceError(
+            "the system allows no more threads", text, "raise the limits: ulimit -u unlimited; ulimit -v unlimited"
+        )
     elif os.strerror(errno.EMFILE) in str(e):  # also the limit of the whole system: "… in system"
-        error = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
+        error = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n 4096)")
     elif device_full(e):
         error = ResourceError("the device is out of memory", text, DEVICE_FULL)
     elif device_failure(e):
@@ -303,7 +305,7 @@ def as_resource_error(e: Exception) -> ResourceError | None:
         isinstance(e, OSError) and e.errno == errno.ENOMEM
     ):
         error = ResourceError("not enough memory", text or "the system gave no more",
-                              "give a smaller --max-memory, or raise the limit (ulimit -v)")  # fmt: skip
+                              "give a smaller --max-memory, or raise the limit (ulimit -v unlimited)")  # fmt: skip
     else:
         return None
     error.__cause__ = e

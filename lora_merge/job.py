@@ -184,7 +184,7 @@ def parse_size(text: str | int, option: str = "--max-memory") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", shown(text, None).lower())
     if match is None or match[2] == "i":
         right = _size_meant(shown(text).lower())
-        raise UsageError(f"{shown(text)!r} is not a size", option, f"write `{option} {right}`" if right else fix)
+        raise UsageError(f"{shown(text)!r} is not a size", option, f"write `{option} {right or '4GB'}`")
     size = float(match[1]) * _UNITS[match[2]]
     if size >= HUGE:
         raise UsageError(f"{shown(text)} is more than any machine has", option, fix)

@@ -235,7 +235,7 @@ def check_room() -> None:
     except (OSError, MemoryError) as e:
         what = "not enough memory to load torch"
         where = f"the limit of this process is {size(limit)}; {size(needed)} are needed beyond the memory now in use"
-        raise ResourceError(what, where, "raise the limit (ulimit -v)") from e
+        raise ResourceError(what, where, "raise the limit (ulimit -v unlimited)") from e
 
 
 def collect_rarely() -> None:

@@ -164,7 +164,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
         for row in (
             Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", NATIVE, _KOHYA, flat=True,
                     bundles=True, largest=True,
-                    aliases=("musubi", "onetrainer-kohya", "webui", "a1111", "forge", "sd-scripts")),
+                    aliases=("musubi", "onetrainer-kohya", "webui", "a1111", "automatic1111", "forge", "sd-scripts")),
             Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True,
                     from_top=True),
             Dialect("onetrainer", "lora_{label_}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True,

@@ -27,6 +27,7 @@ from ..options import (
     MEANT,
     OF_MERGE,
     OPTIONS,
+    QUANTISED,
     checked_value,
     dtype_name,
     pairs,
@@ -266,7 +267,7 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
                          f"write `--{missing} 16`")  # fmt: skip
     dtype = of_merge.get("dtype")
-    if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
+    if str(dtype).lower() in {*QUANTISED, *QUANTISED_DTYPES} or of_merge.get("keep_precision"):
         raise UsageError("adapters are not quantised", f"`--dtype {shown(dtype)}`", "write `--dtype bf16`")
     stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
     if "compute_dtype" in stated:

@@ -75,7 +75,8 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         raise UsageError(f"{most} cannot be a rank", "--max-rank", f"use a whole number from 1 to {HIGHEST_RANK}")
     if re.fullmatch(r"[0-9]{1,7}", name) and not value:
         if not 1 <= int(name) <= HIGHEST_RANK:
-            raise UsageError(f"{name} cannot be a rank", option, f"use a whole number from 1 to {HIGHEST_RANK}")
+            fix = f"`{option} {min(max(int(name), 1), HIGHEST_RANK)}`: ranks are from 1 to {HIGHEST_RANK}"
+            raise UsageError(f"{name} cannot be a rank", option, f"write {fix}")
         return Rule(COUNT, int(name), most)
     if name in (EXACT, SAME, NOISE) and not value:
         return Rule(name, most=most)
@@ -112,7 +113,9 @@ def _unknown(text: object, option: str) -> UsageError:
     if name and len(values) == 1 and 0 < share <= 1 and "-" not in str(text):
         near = f"{name}:{share:g}"
         return UsageError(what, option, f"did you mean {near}?").instead(str(text), near)
-    return UsageError(what, option, f"use {GRAMMAR}")
+    number = _number(str(text))
+    right = max(round(number), 1) if number is not None and number < HIGHEST_RANK else 16
+    return UsageError(what, option, f"write `{option} {right}`, or use {GRAMMAR}")
 
 
 def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None, same: int = 0) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -11,15 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ..adapter_arguments import right_form
 from ..command import Command as Row
 from ..errors import UsageError
 from ..option_texts import as_number, part_rule
 from ..options import ADAPTER_OPTIONS, JOB_OPTIONS, KEEP, Option
+from ..paths import exists
 from ..progress import unwatched
 from ..recipes.commands import COMMANDS
 from ..text import Note
 from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
+from .corrected_line import line
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read_with_adapters, with_options
 from .progress_display import watching
@@ -160,12 +164,32 @@ def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -
     output, base, printed = _shared_values(options)
 
     def make(_: CheckpointCache) -> Any:
-        if weights := options.get("weights"):
-            options["weights"] = [as_number(w, "--weights", whole=False) for w in weights.split(",")]
+        if "weights" in command.options:
+            _check_weights(adapters, options)
         named, stated = _job_values(named_adapters(adapters), options)
         return command.job(named, output, base, stated)
 
     show(command, make, printed)
+
+
+def _check_weights(words: Sequence[str], options: dict[str, Any]) -> None:
+    """Read --weights; UsageError for a weight among the files, and for a word that is no number."""
+    stated = options.get("weights") or ""
+    numbers = [word for word in words if right_form(word) and not exists(word)]
+    count = len(words) - len(numbers)
+    equal = [f"{1 / max(count, 1):.3g}"] * count
+    if numbers:
+        share = float(right_form(numbers[0]))
+        right = [*map(right_form, numbers)] if len(numbers) == count else equal
+        right = [f"{share:g}", f"{1 - share:g}"] if count == 2 > len(numbers) and 0 < share < 1 else right
+        line_words = [word for word in sys.argv[1:] if word not in numbers]
+        fix = f"write {line([*line_words, '--weights', ','.join(right)])}"
+        raise UsageError("a weight is not a snapshot", " ".join(numbers), fix)
+    values = stated.split(",") if stated else []
+    if values and not any(map(right_form, values)):
+        raise UsageError(f"{stated[:40]!r} are no weights", "--weights", f"write `--weights {','.join(equal)}`")
+    if values:
+        options["weights"] = [as_number(value, "--weights", whole=False) for value in values]
 
 
 def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ..adapter_arguments import of_tags, other_spelling, right_form, stray_word, with_parts
 from ..addresses import split
 from ..errors import InputError, UsageError
-from ..options import BLOCK_WEIGHTS, REGEX, factor, number
+from ..options import BLOCK_WEIGHTS, REGEX, SWITCHED, factor, number
 from ..paths import ENDINGS, WINDOWS, exists, expand, split_strength, typed, with_found_ending
 from .compat import completed
 from .corrected_line import STRENGTH_AFTER_BASE
@@ -322,8 +322,10 @@ def _part(text: str) -> tuple[str, Any]:
             f"{text!r} does not give a part and its factor", "--strength-for", f"write {text}=0.5"
         ).instead(text, f"{text}=0.5")
     name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
-    plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
-    fix = f"write {name}={right_form(value)}" if plain else "write it like te=0.5"
+    switched = str(int(SWITCHED[value.lower()])) if value.lower() in SWITCHED else ""
+    right = right_form(value) or switched
+    plain = right and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
+    fix = f"write {name}={right}" if plain else "write it like te=0.5"
     raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", fix)
 
 

@@ -254,6 +254,7 @@ def _corrected_line(error: Exception, text: str, command: str, known: Any) -> st
     words = without_global_options(sys.argv[1:], checked=False)
     flag = next(iter(re.findall(r"[Oo]ption '(--?[\w-]+)", text)), "")
     value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
+    value = value or {"-o": "out.safetensors", "--html": "report.html"}.get(flag, "")
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
         return f"write {line([*words, flag, value])}; "
@@ -265,7 +266,9 @@ def _corrected_line(error: Exception, text: str, command: str, known: Any) -> st
         if missing is not None and missing.param_type_name == "argument":
             required = [p for p in known.params if p.param_type_name == "argument" and p.required][len(plain) :]
             names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
-            right = in_places([*called, *plain, *names, *options], flags(known.params))
+            alike = "ADAPTER" if plain and is_adapter(plain[0]) else "TUNED"
+            words = [*called, *plain, *(alike if name == "B" else name for name in names), *options]
+            right = in_places(words, flags(known.params))
             other = [*called, "BASE", *plain, *options] if right and names == ["TUNED"] else []
             turned = in_places(other, flags(known.params))
             or_so = f"or, if {plain[0]} is the model after the training, {line(turned)}; " if turned else ""

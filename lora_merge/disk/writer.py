@@ -150,7 +150,7 @@ def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool
         return ResourceError(
             f"files of {needed} bytes are not allowed on this disk: {e.strerror}",
             str(path),
-            "raise the limit (ulimit -f), or write to a file system that allows large files",
+            "raise the limit (ulimit -f unlimited), or write to a file system that allows large files",
         )
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return _no_space(path, needed, free_bytes(path.parent) + written, most=most)

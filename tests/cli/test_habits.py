@@ -451,7 +451,7 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run, name: str) -> No
     ("/overwrite", "--overwrite"), ("—dtype=bf16", "--dtype=bf16"), ("-o x.safetensor", "-o x.safetensors"),
     ("--dtype zz", "bf16; lora-merge help merge lists all"), ("--method linear", "--method sum"), ("--device gpu0", "--device cuda:0"),
     ("--device 0,1", "--device cuda:0,cuda:1"), ("--device metal", "--device mps"), ("--max-memory 1e9", "--max-memory 1GB"),
-    ("--max-memory -5", "--max-memory 5GB"), ("--max-vram 4gigs", "--max-vram 4GB"), ("--max-memory lots", "like 512MiB"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
+    ("--max-memory -5", "--max-memory 5GB"), ("--max-vram 4gigs", "--max-vram 4GB"), ("--max-memory lots", "--max-memory 4GB"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
     ("--dtype q8", "loras/ink --dtype q8_0"), ("--dtype fp-16", "loras/ink --dtype fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:

@@ -345,7 +345,6 @@ SLIPS = [
     ("merge(['ink'], 'base')", 'write merge("base", ["ink"])'),
     ("merge('base', 'ink', 0.8)", 'write merge("base", ("ink", 0.8))'),
     ("merge(base_model='base', loras=['ink'])", "did you mean base, adapters?"),
-    ("merge('base', 'ink', dry_run=True)", "`plan` takes the arguments of `merge` and writes nothing"),
     ("merge('base', 'ink', 'oil', 'out')", 'write merge("base", ["ink", "oil"], "out")'),
     ("plan('base', [('ink.safetensors', '0.5')])", 'write ("ink.safetensors", 0.5)'),
     ("unmerge()", 'write merged="merged.safetensors"'),
