@@ -127,7 +127,8 @@ MERGEKIT: Final = frozenset({"merge_method", "models", "slices"})
 def foreign(keys: Iterable[str]) -> str:
     """Return what a file without adapter tensors is; "" if its keys do not show it."""
     keys = [*keys]
-    of_tokens = TEXTUAL_INVERSION if keys and not any("." in key for key in keys) else ""  # or names of encoders
+    tokens = {*keys} - {"weight", "bias"}  # or names of encoders
+    of_tokens = TEXTUAL_INVERSION if tokens and not any("." in key for key in tokens) else ""
     return _by_keys(FOREIGN_KEYS, keys) or of_tokens
 
 

@@ -390,6 +390,12 @@ def test_adapters_of_odd_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) 
         lora_merge.merge(base, save(lora, tmp_path / "a.safetensors"), tmp_path / "o.safetensors")
 
 
+def test_single_layer_in_memory_is_no_embedding() -> None:
+    lora = {"lora_unet_x.lora_up.weight": rand(6, 2), "lora_unet_x.lora_down.weight": rand(2, 4)}
+    with pytest.raises(MergeError, match="the base is a model unknown to lora-merge"):
+        lora_merge.merge_state_dict(torch.nn.Linear(4, 6).state_dict(), lora)
+
+
 @pytest.mark.parametrize(("key", "what"), [
     ("lora_controlnet", "Control-LoRA"), ("lllite_unet_input_blocks_4_1_attn1_to_q.down.0.weight", "LLLite"),
     ("control_model.input_hint_block.0.weight", "ControlNet"), ("controlnet_cond_embedding.conv_in.weight", "ControlNet"),
