@@ -162,6 +162,8 @@ def check_list(text: str) -> None:
         return
     if all(exists(with_found_ending(split_strength(word)[0])) for word in several):
         raise _other_syntax("a list of files", text, *several)
+    if all(exists(with_found_ending(word.partition(":")[0])) for word in several):  # style:0.7:ALL,ink:0.3:0.5
+        raise _other_syntax("a list of files", text, *several)
     readings = [other_spelling(word) for word in several]
     if all(reading and exists(reading[0]) for reading in readings):
         raise _other_syntax("a list of files", text, *(f"{path}:{value}" for path, value in filter(None, readings)))

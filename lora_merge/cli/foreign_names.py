@@ -87,14 +87,15 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
      "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
      "safe-merge safe-fusing load-precision adapter-name group-size log-level no-half-vae "
-     "merge-lora no-sort mode mem-eff-load-save mem-eff-safe-open safetensors diffusers dropout+",
+     "(?:adapter|lora|peft|network)-type merge-lora "
+     "no-sort mode mem-eff-load-save mem-eff-safe-open safetensors diffusers dropout+",
      _leave(_NOT_NEEDED)),
     ("fuse-unet", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for unet=0")),
     ("fuse-text-encoder", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for te=0")),
     # Switches, formats, methods, numbers of the output.
     ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
     ("fp32 float32", _use("--dtype fp32")), ("fp8|float8+", _use("--dtype fp8_scaled")),
-    ("load-in-4bit", _use("--dtype nf4")), ("load-in-8bit", _use("--dtype int8")),
+    ("load-in-[48]bit", _leave("a merge is computed in full precision")),
     ("no-te no-text-encoder (?:network-)?(?:train-)?unet-only", _use("--strength-for te=0")),
     ("no-unet (?:network-)?(?:train-)?(?:te|text-encoder)-only", _use("--strength-for unet=0")),
     ("no-cuda no-gpu", _use("--device cpu")),
@@ -138,7 +139,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     # Files.
     (f"o name filename filename-prefix {_OUTPUT}+ target+path|file|folder|dir", Foreign("use `-o FILE`", ("-o {}",))),
     (f"models base-weights {_ADAPTER}+", Foreign(ADAPTER_ORDER, ("--adapter {}", Role.ADAPTERS))),
-    ("tuned|finetuned|fine-tuned|trained+", Foreign(_AFTER, (Role.TUNED,))),
+    ("tuned|finetuned|fine-tuned|trained|diff+", Foreign(_AFTER, (Role.TUNED,))),
     ("org|orig|original+", Foreign(_BEFORE, (Role.BASE,))),
     ("base|pretrained|sd-model+", Foreign(THE_BASE, ("--base {}", Role.BASE))),
     ("-m model|ckpt|checkpoint|unet|dit|transformer|source|src|input|file|path+", Foreign(THE_BASE, (Role.MODEL,))),

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
-LAUNCHERS: Final = "python3?|py|-m|accelerate|launch|uv|run|[A-Z_]+=.*"
+LAUNCHERS: Final = "python3?|py|-[mu]|accelerate|launch|uv|run|[A-Z_]+=.*"
 """Words before the name of a program that is written in Python."""
 
 
@@ -490,8 +490,12 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
     """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`, or
     a configuration of one."""
+    if args and re.match(r"(?:\w+ *= *)?[A-Za-z_][\w.]*\(", args[0]) and not exists(args[0]):
+        raise UsageError("this is a line of Python", args[0][:200], NAME_THE_FILES)
     if len(args) == 1 and not exists(args[0]) and " --" in args[0]:  # a line in quotes
         args = words_of(args[0])
+    fields = {word for word in args if _is_field(word)}
+    args = [f"--{word}" if word in fields else word for word in args]
     plain = [*dropwhile(lambda word: re.fullmatch(LAUNCHERS, word), args)]
     named = [*takewhile(lambda word: word.endswith(".py") or not (word.startswith("-") or names_file(word)), plain)]
     command = next(filter(None, (_command_of(word, commands) for word in named)), "")
@@ -500,15 +504,27 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
         rest = [*rest[1::-1], *rest[2:]]  # MODEL BASE OUTPUT
     if trainer := next((word for word in args if re.search(r"train\w*\.py$", word)), ""):
         raise UsageError(f"{trainer} trains, and lora-merge merges what is trained", " ".join(args)[:200],
-                         "name the files: `lora-merge BASE ADAPTER`")  # fmt: skip
+                         NAME_THE_FILES)  # fmt: skip
     options, known = [arg.partition("=")[0] for arg in args if arg.startswith("-")], flags(commands[MERGE].params)
-    is_program = any(word in FOREIGN_COMMANDS or word.endswith(".py") for word in named) and command
-    if files or is_program or (named and any(_is_foreign(name, known, MERGE) for name in options)):
+    is_program = command and any(word.endswith((".py", ".yml", ".yaml")) or word in FOREIGN_COMMANDS for word in named)
+    if files or fields or is_program or (named and any(_is_foreign(name, known, MERGE) for name in options)):
         correction = corrected_line(command or MERGE, rest, commands, program=True)
+        what = "there is neither such a command nor such a file"
+        what = what if named else f"this is {'a configuration' if files else 'the input'} of another program"
         if correction is not None:
-            what = "there is neither such a command nor such a file"
-            what = what if named else "this is a configuration of another program"
-            raise UsageError(what, " ".join(named or files), _fix(correction, ()))
+            of_gguf = command and command != MERGE and any(word.endswith(".gguf") for word in correction.words)
+            fix = "merge the adapter, or write it with convert_lora_to_gguf.py of llama.cpp" if of_gguf else ""
+            raise UsageError(what, " ".join(named or files or fields), fix or _fix(correction, ()))
+        if missing := [word for word in named if word.endswith((".yaml", ".yml"))]:
+            raise UsageError("there is no such file", missing[0], "check the path")
+        if command == MERGE and is_program:
+            raise UsageError(what, " ".join(named), NAME_THE_FILES)
+
+
+def _is_field(word: str) -> bool:
+    """Return whether a word is the input of a node, such as strength_model=0.8."""
+    name = re.match("([a-z]+(?:_[a-z]+)+)=", word)
+    return name is not None and not exists(word) and meaning_of(f"--{name[1]}") is not None
 
 
 def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -524,7 +540,8 @@ def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
             raise of_mergekit(word)
         roles = {name: _role(f"--{name}") for name, value in fields.items() if isinstance(value, str)}
         roles = {name: role for name, role in roles.items() if role in OF_FILES - stated}
-        roles = {name: r for name, r in roles.items() if r == "-o {}" or looks_like_path(fields[name])}
+        paths = {name for name in roles if looks_like_path(fields[name]) and name != "adapter"}  # a kind, of Axolotl
+        roles = {name: role for name, role in roles.items() if role == "-o {}" or name in paths}
         settings = [f"--{name}={fields[name]}" for name, role in roles.items() if role != "-o {}"]
         for output in (fields[name] for name, role in roles.items() if role == "-o {}"):
             trained = exists(output) and expand(output).is_dir()  # of Axolotl, with the adapter in it
@@ -536,6 +553,7 @@ def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, files
 
 
+NAME_THE_FILES: Final = "name the files: `lora-merge BASE ADAPTER`"
 OF_FILES: Final = frozenset({Role.BASE, Role.ADAPTERS, Role.MODEL, Role.TUNED, "-o {}"})
 """The roles of options whose values name files."""
 

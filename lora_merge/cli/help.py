@@ -18,7 +18,6 @@ from typer.core import TyperCommand, TyperGroup
 from ..adapter_arguments import right_form
 from ..command import MERGE
 from ..errors import MergeError, UsageError
-from ..files.file_signatures import model_as_jobs
 from ..option_texts import takes
 from ..options import OPTIONS
 from ..paths import ENDINGS, exists, expand, with_found_ending
@@ -220,6 +219,8 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
         return model
     extra = _extra(text)
     if command == "batch" and extra and (models := [path for path in map(path_of, sys.argv) if path.endswith(ENDINGS)]):
+        from ..files.file_signatures import model_as_jobs
+
         return model_as_jobs(models[0])
     corrected = _corrected_line(error, text, command, known)
     fix = corrected.removesuffix("; ") if corrected.startswith("write lora-merge ") else f"{corrected}{see}"

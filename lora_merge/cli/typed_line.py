@@ -151,8 +151,9 @@ class TypedLine:
         meaning = meaning or UNKNOWN
         forms = ((form, form.removeprefix(Role.UNLESS).split()[0]) for form in meaning.forms)
         form = next((f for f, flag in forms if not flag.startswith("-") or flag in self.known), Role.NOT_CLEAR)
-        advice = advice_on(meaning, self.known) if form == Role.NOT_CLEAR else meaning.advice
-        if not advice or (form == Role.NOT_CLEAR and not self.command.options):  # a jobs file has it
+        advice = advice_on(meaning, self.known) or (f"use `{form.split()[0]}`" if form.startswith("-") else "")
+        advice = meaning.advice if Role.LEFT_OUT in meaning.forms else advice
+        if form == Role.NOT_CLEAR and not (advice and self.command.options):  # a jobs file has it
             return Role.LEFT_OUT, NOT_KNOWN
         return form, advice.removeprefix("leave it out: ")
 
@@ -249,7 +250,8 @@ class TypedLine:
     def _take_switch(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Take an option that has no value here, and "true", "false" or a number after it; return the other words."""
         value, words = values[0].lower() if values else "", tuple(form.removeprefix(Role.UNLESS).split())
-        is_value = value in SWITCHED or re.fullmatch(NO_STRENGTH, value) is not None
+        is_part = value in ONLY_PARTS and words[0] == "--strength-for"  # --only unet
+        is_value = is_part or value in SWITCHED or re.fullmatch(NO_STRENGTH, value) is not None
         typed = f"{option} {value}" if is_value else option
         if is_value and hyphened(option) in self.known:
             self.mistakes.setdefault(VALUED, []).append(typed)
@@ -300,7 +302,8 @@ class TypedLine:
     def _leave_out(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Leave out an option with its value, which is for the user to decide on if it is not clear; return the other
         words."""
-        if form == Role.LEFT_OUT and values and names_file(values[0]):
+        has_value = re.search("[-_](type|name|map|level|size|length|format|id|skip)$", option) and advice != NOT_KNOWN
+        if form == Role.LEFT_OUT and values and names_file(values[0]) and not has_value:
             if advice != NOT_KNOWN:  # otherwise the file has the role of its value
                 self.left_out.append((option, advice))
             return values
@@ -390,7 +393,8 @@ def _in_our_syntax(word: str) -> Sequence[str]:
         for check in (check_tag, check_two, check_parts, check_adapter):
             check(word)
     except UsageError as error:
-        return error.suggestion[1:] or [word]
+        right = error.suggestion[1:]
+        return [text for part in right for text in _in_our_syntax(part)] or [word]
     return [word]
 
 

@@ -134,7 +134,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
       for words in ("batch", "", "inspect", "plan", "base.safetensors")),
     ("convert lora.safetensors q --to peft", 2, "q", "lora-merge convert lora.safetensors -o q --to peft"),
     ("extract base.safetensors other/tuned 16", 2, "1 word too many: 16", "write lora-merge extract base.safetensors other/tuned --rank 16"),
-    ("convert lora.safetensors peft", 2, "1 word too many: peft", "write lora-merge convert lora.safetensors --to peft"),
+    ("convert lora.safetensors peft", 2, "a format has an option", "write lora-merge convert lora.safetensors --to peft"),
     ("convert lora.safetensors Comfy", 2, "a format has an option", "write lora-merge convert lora.safetensors --to comfy\n"),
     ("convert kohya lora.safetensors", 2, "a format has an option", "write lora-merge convert lora.safetensors --to kohya\n"),
     ("base.safetensors base", 2, "the base is named twice", "write lora-merge base.safetensors ink.safetensors:0.8\n"),

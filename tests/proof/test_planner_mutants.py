@@ -270,7 +270,7 @@ def part_moved(by: int) -> Break:
         start = (number + by) % 3 * height
         return rows_of(view, start, start + height)
 
-    return around(matching, "place", place)
+    return around(matching, "rows_of_part", place)
 
 
 def squeezed(original: Any, *arguments: Any) -> Any:
@@ -296,10 +296,10 @@ MUTANTS = (
     Mutant("flux", "the other block", swapped("transformer_blocks.0", "transformer_blocks.1")),
     Mutant("flux", "rows of a fused tensor, one too early", moved(-1)),
     Mutant("flux", "rows of a fused tensor, a part too early", moved(-WIDTH)),
-    Mutant("flux", "parts: a missing one has no height", around(matching, "place", squeezed)),
+    Mutant("flux", "parts: a missing one has no height", around(matching, "rows_of_part", squeezed)),
     Mutant("flux", "parts: each in the place of the next", part_moved(1)),
     Mutant("flux", "parts: in the reverse order", both(part_moved(0), around(
-        matching, "place",
+        matching, "rows_of_part",
         lambda place, view, number, parts, fused: place(
             view, 2 - number, replace(parts, heights={2 - n: h for n, h in parts.heights.items()}), fused)))),
     Mutant("phi3", "gate and up change places", swapped("gate_proj", "up_proj")),

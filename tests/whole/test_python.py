@@ -576,7 +576,7 @@ def corrected(call: str, fix: str) -> str | None:
     elif fix.startswith("write {"):
         return f"run_batch([{{**JOB, 'adapters': [{fix.removeprefix('write ')}]}}])"
     else:
-        return fix.removeprefix("write ") if fix.startswith("write ") else None
+        return fix.removeprefix("write ").partition("; at ")[0] if fix.startswith("write ") else None
     return f"{ast.unparse(outer.func)}({', '.join(f'{name}={ast.unparse(value)}' for name, value in given.items())})"
 
 
@@ -594,7 +594,7 @@ def test_proposed_call_works(
     monkeypatch.chdir(tmp_path / "tiny")
     while True:
         try:
-            eval(right, {"STATE": STATE, "state_dict": STATE, "NET": NET, "JOB": JOB}, Names())
+            eval(right, {"STATE": STATE, "state_dict": STATE, "NET": NET, "model": NET, "JOB": JOB}, Names())
             return
         except UsageError as e:
             assert e.what.endswith("is missing") or e.what.startswith("no adapter"), (right, e)
