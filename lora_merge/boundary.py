@@ -195,6 +195,8 @@ def _wrong_number(
 def _with_list(placed: Sequence[str], args: Sequence[Any]) -> str:
     """Return the arguments of a call whose adapters, or an adapter and its strength, follow one another, in a list; ""
     for other arguments."""
+    if not args:
+        return ""
     strength = number_of(args[-1]) if isinstance(args[-1], str) else args[-1] if is_finite(args[-1]) else None
     first, end = placed.index("adapters"), len(args) - ("output" in placed and strength is None)
     adapters, output = [*args[first:end]], args[end:]
