@@ -60,11 +60,11 @@ def _stated(weights: Any, count: int) -> list[float]:
         right = typed_weights([*values, *[None] * (count - len(values))])
         fix = f"write `--weights {right}`" if 0 < len(values) < count else "give one number for each"
         raise UsageError(f"{plural(len(values), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
-    if abs(sum(values) - 100) < 1:  # the average would be a hundred times as strong
-        right = ",".join(f"{value / 100:g}" for value in values)
-        raise UsageError(
-            "the weights of an average add up to 1, these to 100", "--weights", f"write `--weights {right}`"
-        )
+    total = sum(values)
+    if min(values) >= 0 and total > 1.01:  # the result would be stronger than each snapshot
+        right = ",".join(f"{value / total:.6g}" for value in values)
+        what = f"the weights of an average add up to 1, these to {total:g}"
+        raise UsageError(what, "--weights", f"write `--weights {right}`")
     return [float(number) for number in values]
 
 

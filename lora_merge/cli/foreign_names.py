@@ -110,15 +110,17 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("type outtype (?:save|out|output|torch|export|weight|infer)-(?:precision|dtype|type)",
      Foreign(_DTYPE, ("--dtype {}",))),
     ("(?:mixed-)?precision", Foreign(_DTYPE, (Role.PRECISION,))),
-    ("beta ema-decay", _use("--ema {}")),
+    ("beta2", _use("--ema-to {}")), ("beta ema-decay", _use("--ema {}")),
     *((f"{layers}-{name}", _use(f"{flag} {rule}")) for layers, flag in (("linear", "--rank"), ("conv", "--conv-rank"))
-      for name, rule in (("quantile", "sum:{}"), ("ratio", "ratio:1/{}"))),  # tools/extract_locon.py of LyCORIS
+      for name, rule in (("quantile", "sum:{}"), ("ratio", "ratio:1/{}"),
+                         ("threshold", "above:{}"))),  # tools/extract_locon.py of LyCORIS
     ("drop-rate drop-p dropout-rate", Foreign("use `--density`, the share that is kept", ("--density 1-{}",))),
     *((f"to-{name}", _use(f"--to {name}")) for name in ("diffusers", "kohya", "peft", "comfy")),
     ("dynamic-method", Foreign("use a rule such as `--rank fro:0.9`", (Role.RULE,))),
     ("dynamic-param", Foreign("use --rank with the share in its rule, such as `--rank fro:0.9`", (Role.SHARE,))),
     ("combination-type merge-method merge-type", Foreign("use --method, such as `--method ties`", ("--method {}",))),
-    ("format (?:to|target|output)(?:-format)?", Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
+    ("format (?:output-)?model-format (?:to|target|output)(?:-format)?",
+     Foreign("use `--to diffusers`", ("--to {}", "--format {}"))),
     ("majority-sign-method", Foreign("use `--elect sum` or count", ("--elect {}",))),
     ("metadata-title", Foreign("use `--title TEXT`", ("--title {}",))),
     # Strengths.

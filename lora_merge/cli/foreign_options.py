@@ -587,7 +587,7 @@ def _command_of(word: str, commands: Collection[str]) -> str:
 def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
     """Return whether an option belongs to other programs, or to other commands of ours if it is a strength."""
     plain = hyphened(name)
-    if plain in (*known, "--help") or (command not in COMMANDS and f"{plain}s" in known):
+    if plain in (*known, "-h", "--help") or (command not in COMMANDS and f"{plain}s" in known):
         return False
     if plain in OWN_STRENGTHS:
         return command in COMMANDS

@@ -199,7 +199,9 @@ class TypedLine:
             return (of_merge if self.command.merges else ""), advice
         return form, advice
 
-    def _take_words(self, option: str, form: str, advice: str, words: Sequence[str]) -> Sequence[str]:
+    def _take_words(  # noqa: C901  # one kind of word after the other
+        self, option: str, form: str, advice: str, words: Sequence[str]
+    ) -> Sequence[str]:
         """Take words after an option that may have several, or after none: files and strengths."""
         files = [word for word in words if names_file(word)]
         if option and not words:
@@ -211,6 +213,8 @@ class TypedLine:
                 self.strengths[""].append(TypedStrength(f"{option} {word}".strip(), word, self.last_file))
                 continue
             named, our_words = names_file(word), _in_our_syntax(word)
+            if form == Role.STRENGTHS and not named and len(words) > 1:  # a file that is not there, with its strength
+                raise NotClear(word)
             if form == Role.STRENGTHS and not named:
                 self.open.append((f"{option} {word}", advice))
                 continue

@@ -162,6 +162,8 @@ LINES = {
     "base+one -o x": "base one -o x", "base <lora:one:te=0.5:unet=0.8:dyn=64>": "base one.safetensors:1,unet=0.8,te=0.5",
     "base lora_name=one strength_model=0.8": "base one --strength-for unet=0.8",
     "base one --finetuning_type two": "base one", "python -u merge_lora.py --sd_model base --models one": "base one",
+    "lora_post_hoc_ema.py one two --beta 0.9 --beta2 0.95": "average one two --ema 0.9 --ema-to 0.95",
+    "extract_locon.py base tuned --mode threshold --linear_threshold 0.1": "extract base tuned --rank above:0.1",
     "mergekit-extract-lora tuned.safetensors base.safetensors x --rank=2": "extract base.safetensors tuned.safetensors -o x --rank 2",
     "python convert_lora.py --input one --output x --target other --base base": "convert one --output x --to diffusers --base base",
     "extract_locon.py base tuned x.safetensors --mode ratio --linear_ratio 0.5 --conv_quantile 0.75": "extract base tuned -o x.safetensors --rank ratio:2 --conv-rank sum:0.75",
@@ -221,6 +223,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --save_precision nothing", ["for --save_precision nothing, use --dtype fp16, bf16 or fp32; write lora-merge base one"]),
     ("info one", ["write lora-merge inspect one\n"]), ("mergekit-yaml mergekit.yml x --cuda", ["a mergekit configuration", "lora-merge extract"]),
     ("base flat:1,unet=0.5,te=0.3", ["write lora-merge base flat:1,unet=0.5\n"]),
+    ("average one two --weights 2,1", ["add up to 1, these to 3", "write lora-merge average one two --weights 0.666667,0.333333\n"]),
     ("average one two --weights 70,30", ["add up to 1, these to 100", "write lora-merge average one two --weights 0.7,0.3\n"]),
     ("denoiser flat --te 0.5", ["leave it out: the base has no text encoder; write lora-merge denoiser flat"]),
     ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
@@ -240,7 +243,7 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
 
 
 @pytest.mark.parametrize("words", [
-    "one --base", "convert --input one --target strange", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
+    "one --base", "-m base --lora-scaled missing 0.8 --lora one", "convert --input one --target strange", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
     "resize one two --new_rank 2", "combine --models one two --model_tuned base", "unmerge base --base base", "base one --weight 1,0,0,1,1,0 --fp16",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +253,19 @@ def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeyp
 
 
 @pytest.mark.few(6)
+def test_help_after_any_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for words in (
+        ["combine", "-h"],
+        ["combine", "one", "-h"],
+        ["base", "one", "--help"],
+        ["inspect", "one", "-h"],
+        ["-h"],
+    ):
+        code, out, err = run(*words)
+        assert code == 0 and "Usage:" in out and not err, words
+
+
 @pytest.mark.parametrize("words", [
     "base one:0.5 two:0.6", "base one two -s 0.5,0.6", "base one two -s [0.5,0.6]", "base one two -s -0.5 -s 0.6", "base one --scale 1",
     "combine one two --scale 0.5", "combine one one -s 0.5 -s 0.5", "combine one two:0.5 --rank 2", "average one two --weights 0.7,0.3", "base one,te=0 two:0.5,te=0.5",
