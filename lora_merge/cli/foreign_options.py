@@ -491,7 +491,7 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
     """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`, or
     a configuration of one."""
     if args and re.match(r"(?:\w+ *= *)?[A-Za-z_][\w.]*\(", args[0]) and not exists(args[0]):
-        raise UsageError("this is a line of Python", args[0][:200], NAME_THE_FILES)
+        raise UsageError("this is a line of Python", args[0][:200], "name a base and an adapter, or run it in Python")
     if len(args) == 1 and not exists(args[0]) and " --" in args[0]:  # a line in quotes
         args = words_of(args[0])
     fields = {word for word in args if _is_field(word)}
