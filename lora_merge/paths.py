@@ -25,6 +25,9 @@ Source: learn.microsoft.com/windows/win32/fileio/naming-a-file."""
 ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 """Endings of files with weights, which are tried where a name has none."""
 
+JOBS_ENDINGS: Final = (".yaml", ".yml", ".csv")
+"""Endings of jobs files; JSON, which YAML contains, is also the ending of other files."""
+
 WEIGHT_SUFFIXES: Final = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
 )

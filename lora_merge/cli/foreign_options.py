@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
 from types import MappingProxyType
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
+NAME_THE_FILES: Final = "name the files: `lora-merge BASE ADAPTER`"
+OF_FILES: Final = frozenset({Role.BASE, Role.ADAPTERS, Role.MODEL, Role.TUNED, "-o {}"})
+"""The roles of options whose values name files."""
 LAUNCHERS: Final = "python3?|py|-[mu]|accelerate|launch|uv|run|[A-Z_]+=.*"
 """Words before the name of a program that is written in Python."""
 
@@ -68,7 +72,7 @@ class Correction(NamedTuple):
     words: list[str]
     left_out: list[tuple[str, str]]
     """Option as it is typed → reason."""
-    open: list[tuple[str, str]]
+    unclear: list[tuple[str, str]]
     """Option as it is typed, which the line lacks → the advice on it."""
     conflicts: list[str]
     """What has two values, of which the line has the last."""
@@ -101,9 +105,9 @@ def corrected(reading: TypedLine) -> Correction:
         options += [OWN_WEIGHTS, ",".join(term.strength or "1" for term in terms)]
     words = [*filter(None, [command.typed]), *files[:first], *paths, *options]
     name = terms[0].path if len(terms) == 1 else "ADAPTER"
-    open_options = [(option, advice.replace("ADAPTER", name)) for option, advice in reading.open]
+    unclear = [(option, advice.replace("ADAPTER", name)) for option, advice in reading.unclear]
     left_out = [(option, reason.replace("ADAPTER", name)) for option, reason in reading.left_out]
-    return Correction(words, left_out, open_options, reading.conflicts, mistake, repeated)
+    return Correction(words, left_out, unclear, reading.conflicts, mistake, repeated)
 
 
 def _take_required(reading: TypedLine, stated: Collection[str]) -> list[Setting]:
@@ -201,7 +205,7 @@ def _take_part_strengths(reading: TypedLine, terms: Sequence[_Term]) -> list[Set
         if not part or not values:
             continue
         if reading.weighted or not terms:
-            reading.open += [(s.typed, STRENGTH_FORMS) for s in stated]
+            reading.unclear += [(s.typed, STRENGTH_FORMS) for s in stated]
             continue
         receivers = _receivers(stated, len(values), terms, terms)
         if len(terms) == 1 and len(stated) == len(values) > 1 and len({*values}) > 1:
@@ -348,7 +352,7 @@ def _settings(reading: TypedLine) -> list[Setting]:
             settings.append(Setting(setting.typed, reading.words_for(f"{name} {{}}", setting.words[1])))
         except NotClear:
             in_fp32 = (reading.left_out, "sums are computed in fp32 or fp64")
-            kind, advice = (reading.open, "use --dtype fp16, bf16 or fp32") if name == "--dtype" else in_fp32
+            kind, advice = (reading.unclear, "use --dtype fp16, bf16 or fp32") if name == "--dtype" else in_fp32
             kind.append((setting.typed, advice))
     # Step 2: a share with its rule is the rank, and a rank next to it is a limit.
     if {Role.RULE, Role.SHARE} & {*of_role}:
@@ -530,14 +534,10 @@ def _is_field(word: str) -> bool:
 def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a line with the files and the output of a configuration, such as one of Axolotl, as options in its place,
     but those of which the line has one; and the configurations. UsageError for one of mergekit."""
-    from ..files.file_signatures import is_mergekit, of_mergekit
-
     words, files = list[str](), list[str]()
     stated = {_role(arg) for arg in args if arg.startswith("-")}
     for word in args:
         fields = _fields(word) if word.endswith((".yaml", ".yml")) and exists(word) else {}
-        if is_mergekit(fields):
-            raise of_mergekit(word)
         roles = {name: _role(f"--{name}") for name, value in fields.items() if isinstance(value, str)}
         roles = {name: role for name, role in roles.items() if role in OF_FILES - stated}
         paths = {name for name in roles if looks_like_path(fields[name]) and name != "adapter"}  # a kind, of Axolotl
@@ -553,11 +553,6 @@ def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, files
 
 
-NAME_THE_FILES: Final = "name the files: `lora-merge BASE ADAPTER`"
-OF_FILES: Final = frozenset({Role.BASE, Role.ADAPTERS, Role.MODEL, Role.TUNED, "-o {}"})
-"""The roles of options whose values name files."""
-
-
 def _role(option: str) -> str:
     """Return the role of an option of another program for a merge; "" for none."""
     forms = meaning.forms if (meaning := meaning_of(option)) else ()
@@ -565,15 +560,23 @@ def _role(option: str) -> str:
 
 
 def _fields(path: str) -> Mapping[str, Any]:
-    """Return the fields of a YAML file that is no jobs file; {} for others."""
-    from ..files.file_signatures import LONGEST_BEGINNING
+    """Return the fields of a YAML file of another program; {} for others. UsageError for one of mergekit."""
+    from ..files.file_signatures import LONGEST_BEGINNING, is_mergekit, of_mergekit, top_fields
     from ..files.yaml_source import parse, read_text
 
+    fields: object = {}
     try:
-        fields = parse(read_text(expand(path), LONGEST_BEGINNING), path).value
-    except (OSError, MergeError):  # the command itself reports it
+        names, text = top_fields(expand(path)), read_text(expand(path), LONGEST_BEGINNING)
+    except (OSError, MergeError):  # here and below, the command itself reports it
         return {}
-    return fields if isinstance(fields, dict) and not {"jobs", "base", "adapters"} & fields.keys() else {}
+    if {"jobs", "base", "adapters"} & names:
+        return {}
+    if is_mergekit(names):
+        raise of_mergekit(path)
+    if any(_role(f"--{name}") for name in names):
+        with suppress(MergeError):
+            fields = parse(text, path).value
+    return fields if isinstance(fields, dict) else {}
 
 
 def _command_of(word: str, commands: Collection[str]) -> str:
@@ -609,10 +612,10 @@ def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     for option, reason in correction.left_out:
         by_reason.setdefault(reason, []).append(option)
     names = [option.split()[0] for option, _ in correction.left_out]
-    if not correction.open and len(by_reason) == 1 and names == [*foreign]:
+    if not correction.unclear and len(by_reason) == 1 and names == [*foreign]:
         return f"leave {'it' if len(foreign) == 1 else 'them'} out: {correction.left_out[0][1]}; {right}"
     left_out = ", ".join(f"{', '.join(options)} ({reason})" for reason, options in by_reason.items())
-    not_clear = [f"for {option}, {advice.partition(';')[0].replace('`', '')}" for option, advice in correction.open]
+    not_clear = [f"for {option}, {advice.partition(';')[0].replace('`', '')}" for option, advice in correction.unclear]
     return "; ".join([*not_clear, *([f"leave out {left_out}"] if left_out else []), right])
 
 

@@ -18,7 +18,7 @@ from ..command import Command
 from ..errors import MergeError, UsageError
 from ..option_texts import value_of
 from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
-from ..paths import ENDINGS, exists, with_found_ending
+from ..paths import ENDINGS, JOBS_ENDINGS, exists, with_found_ending
 from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
 from .corrected_line import is_adapter, path_of
@@ -41,7 +41,6 @@ HIGHEST_STRENGTH: Final = 2.0
 """The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
 OUR_OPTIONS: Final = frozenset(row.flag for command in COMMANDS.values() for row in command.options.values())
 """The options of all commands that write."""
-JOBS_ENDINGS: Final = (".yaml", ".yml", ".csv", ".json", ".jsonl")
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
 NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
@@ -101,7 +100,7 @@ class TypedLine:
     """Part of a model → its strengths; "" for those of the whole adapters."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Option as it is typed → the reason why it has no counterpart here."""
-    open: list[tuple[str, str]] = field(default_factory=list)
+    unclear: list[tuple[str, str]] = field(default_factory=list)
     """Option as it is typed, whose value is not understood → the advice on it."""
     mistakes: dict[str, list[str]] = field(default_factory=dict)
     """What is wrong with words of a line that has options of ours only → the words."""
@@ -123,8 +122,9 @@ class TypedLine:
                 form, advice = Role.STRENGTHS, STRENGTH_FORMS
             elif values and option:
                 form, advice = self._agreed(option, form, advice, values[0])
+            rest: Sequence[str] = ()
             if form in ("", *Role.SEVERAL):
-                rest = self._take_words(option, form, advice, values)
+                self._take_words(option, form, advice, values)
             elif part := OF_PART.fullmatch(form):
                 rest = self._take_part(option, part[1], advice, values)
             elif form.startswith(("-", Role.UNLESS)) and "{}" not in form:
@@ -177,16 +177,18 @@ class TypedLine:
         if form == Role.ONLY:
             known = value in ONLY_PARTS
             return (f"--strength-for {ONLY_PARTS[value]}" if known else Role.NOT_CLEAR), advice
-        if form == Role.JOBS or (not self.command.options and value.endswith(JOBS_ENDINGS)):  # of batch
+        if form == Role.JOBS or (
+            not self.command.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
+        ):  # of batch
             return (Role.NOT_CLEAR if self.command.options else ""), advice
         return self._agreed_file(option, form, advice, value)
 
     def _agreed_file(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return what `_agreed` returns, if the option may be one for a file."""
-        names_file = exists(with_found_ending(value))
-        plain = not names_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
+        is_file = exists(with_found_ending(value))
+        plain = not is_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
-        of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not names_file
+        of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not is_file
         of_file = of_file and (not looks_like_path(value) or bool(other))
         if hyphened(option) not in self.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
             return Role.LEFT_OUT, NOT_KNOWN
@@ -195,13 +197,13 @@ class TypedLine:
         if form == Role.BASE and self.required < 2:  # of replay, unmerge
             raise NotClear(option)
         if form == Role.MODEL:
-            of_merge = Role.ADAPTERS if names_file and is_adapter(value) else Role.BASE
+            of_merge = Role.ADAPTERS if is_file and is_adapter(value) else Role.BASE
             return (of_merge if self.command.merges else ""), advice
         return form, advice
 
     def _take_words(  # noqa: C901  # one kind of word after the other
         self, option: str, form: str, advice: str, words: Sequence[str]
-    ) -> Sequence[str]:
+    ) -> None:
         """Take words after an option that may have several, or after none: files and strengths."""
         files = [word for word in words if names_file(word)]
         if option and not words:
@@ -216,7 +218,7 @@ class TypedLine:
             if form == Role.STRENGTHS and not named and len(words) > 1:  # a file that is not there, with its strength
                 raise NotClear(word)
             if form == Role.STRENGTHS and not named:
-                self.open.append((f"{option} {word}", advice))
+                self.unclear.append((f"{option} {word}", advice))
                 continue
             of_program = word.endswith((".yaml", ".yml", ".py")) and self.command.options
             if our_words == [word] and not named and (of_program or not (form or _may_be_file(word))):
@@ -233,7 +235,6 @@ class TypedLine:
             self.last_file = our_words[-1]
         if not (option and len(files) == 1) and files:  # strengths of other options are for all of them
             self.last_file = ""
-        return ()
 
     def _take_part(self, option: str, part: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Take the strengths of a part of a model; return the other words."""
@@ -266,7 +267,7 @@ class TypedLine:
                 self.left_out.append((typed, advice))
                 return values[is_value:]
         elif is_value and ("-" in value or "," in value):  # --gpu 0,1
-            self.open.append((typed, advice))
+            self.unclear.append((typed, advice))
             return values[1:]
         elif is_value and not SWITCHED.get(value, True):
             words = (f"--no-{words[0][2:]}",)
@@ -295,7 +296,7 @@ class TypedLine:
                 if words[0] == "--to":  # without it nothing is converted
                     raise
                 if names_file(value):  # --jobs jobs.yaml
-                    return self._take_words("", "", "", values)
+                    return values
                 return self._leave_out(option, Role.NOT_CLEAR, advice, values)
         self.settings.append(Setting(typed, words))
         if form.startswith("-") and rest and right_form(value) and right_form(rest[0]) and not exists(rest[0]):
@@ -317,7 +318,7 @@ class TypedLine:
         words = words[:1] if form == Role.OTHER_FILE else words
         if advice == NOT_KNOWN and words and "strength" in self.command.options:
             advice += _likely_meaning(words[0])
-        (self.open if form == Role.NOT_CLEAR else self.left_out).append((" ".join((option, *words)), advice))
+        (self.unclear if form == Role.NOT_CLEAR else self.left_out).append((" ".join((option, *words)), advice))
         return values[len(words) :]
 
     def take_output(self) -> None:
@@ -339,7 +340,7 @@ class TypedLine:
         value = OTHER_VALUES.get(name, {}).get(value.lower(), value)
         if template.endswith("={}") and "=" in value:  # --block-weights IN04=0
             template = "{}"
-        elif template.endswith("={}") and "lbw" not in template:
+        elif template.endswith("={}"):
             value = right_form(value)
         elif template == "1-{}" and right_form(value):
             template, value = "{}", f"{1 - float(right_form(value)):g}"

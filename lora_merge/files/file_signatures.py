@@ -15,7 +15,7 @@ from typing import Final
 from ..disk.files import open_regular
 from ..dtypes import Shape
 from ..errors import InputError, MergeError, UsageError
-from ..paths import ENDINGS, exists, nearest, typed
+from ..paths import ENDINGS, JOBS_ENDINGS, exists, nearest, typed
 from ..text import listed, quoted
 from .folder_layouts import FOLDER_CONFIGS, entries
 
@@ -118,7 +118,6 @@ TEXT_BYTES: Final = bytes(range(32, 127)) + b"\t\r\n"
 
 LONGEST_BEGINNING: Final = 2**16  # bytes of a text in which its fields are looked for
 
-JOBS_ENDINGS: Final = (".yaml", ".yml", ".csv")
 
 MERGEKIT: Final = frozenset({"merge_method", "models", "slices"})
 """Fields that a mergekit configuration begins with."""
@@ -215,11 +214,16 @@ def of_mergekit(where: str) -> UsageError:
     )
 
 
-def not_weights(path: Path) -> UsageError:
-    """Return the error for a text file in the place of weights: a mergekit configuration, or a jobs file."""
+def top_fields(path: Path) -> set[str]:
+    """Return the names at the beginnings of the first lines of a YAML file, which is not parsed for that."""
     with open_regular(path) as file:
         text = file.read(LONGEST_BEGINNING).decode(errors="replace")
-    if is_mergekit({*re.findall(r"(?m)^(\w+) *:", text)}):
+    return {*re.findall(r"(?m)^(\w+) *:", text)}
+
+
+def not_weights(path: Path) -> UsageError:
+    """Return the error for a text file in the place of weights: a mergekit configuration, or a jobs file."""
+    if is_mergekit(top_fields(path)):
         return of_mergekit(str(path))
     return UsageError(
         "this is a jobs file, not a model or an adapter",
