@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -23,7 +22,6 @@ from ..recipes.commands import COMMANDS
 from ..text import Note
 from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
-from .corrected_line import line
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read_with_adapters, with_options
 from .progress_display import watching
@@ -182,9 +180,9 @@ def _check_weights(words: Sequence[str], options: dict[str, Any]) -> None:
         share = float(right_form(numbers[0]))
         right = [*map(right_form, numbers)] if len(numbers) == count else equal
         right = [f"{share:g}", f"{1 - share:g}"] if count == 2 > len(numbers) and 0 < share < 1 else right
-        line_words = [word for word in sys.argv[1:] if word not in numbers]
-        fix = f"write {line([*line_words, '--weights', ','.join(right)])}"
-        raise UsageError("a weight is not a snapshot", " ".join(numbers), fix)
+        weights = f"--weights={','.join(right)}"
+        error = UsageError("a weight is not a snapshot", " ".join(numbers), f"write `{weights}`")
+        raise error.instead(numbers[0], weights) if len(numbers) == 1 else error
     values = stated.split(",") if stated else []
     if values and not any(map(right_form, values)):
         raise UsageError(f"{stated[:40]!r} are no weights", "--weights", f"write `--weights {','.join(equal)}`")

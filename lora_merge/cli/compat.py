@@ -57,7 +57,7 @@ FOREIGN_COMMANDS: Final = {
         "extract",
     ),
     **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
-    **dict.fromkeys(("svd_merge_lora", "svd_merge"), "combine"),
+    **dict.fromkeys(("svd_merge_lora", "svd_merge", "add_weighted_adapter"), "combine"),
     **dict.fromkeys(("unfuse", "unload", "revert"), "unmerge"),
     **dict.fromkeys(("ema", "mean"), "average"),
     "interrogator": "inspect",

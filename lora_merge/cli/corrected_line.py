@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..command import MERGE
 from ..errors import AdapterAsBase, MergeError, NoAdapter
 from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
-from .terminal import without_global_options
 
 LONGEST_LINE: Final = 400
 """Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
 
 STRENGTH_AFTER_BASE: Final = "a strength after the base"
 """The mistake of a line whose first word is an adapter with its strength, or a base with one."""
+
+Refusal: TypeAlias = Callable[[Sequence[str]], MergeError | None]
+"""Words of a line → the error with which the line is refused, or None if it is accepted."""
 
 UNMERGE: Final = "unmerge"
 
@@ -48,10 +49,10 @@ def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[s
     return plain, options
 
 
-def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
-    """Put the user's own line into the fix of an error, if the error shows what was meant. `commands`: by name."""
-    words = without_global_options(sys.argv[1:], checked=False)
-    if not isinstance(error, MergeError) or not words:
+def correct(error: MergeError, words: Sequence[str], commands: Mapping[str, Any]) -> None:
+    """Put the user's own line into the fix of an error, if the error shows what was meant. `words`: of the line,
+    without options of the program itself; `commands`: by name."""
+    if not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
     if isinstance(error, NoAdapter) and (bases := _twice(words, commands[command].params)):
@@ -73,7 +74,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
         changes = _changes(error.fix, parameters, first=not right)
         right += [_with_options(words, change, parameters) for change in changes]
-        right = [in_places(new, flags(parameters)) for new in right or [words]]
+        right = [in_places(new, flags(parameters)) for new in right or [[*words]]]
         right = [
             new for new in right if new not in ([], words) and not _twice(new, parameters) - _twice(words, parameters)
         ]
@@ -85,6 +86,33 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
             fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} {fix}"
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
         error.reword(lambda text: fix if text == error.fix.written else text)
+
+
+def check_fix(error: MergeError, refusal: Refusal, rounds: int = 3) -> bool:
+    """Name in a fix what is wrong with the line in it, and replace the line by the one that its own error has. Return
+    whether the line is accepted. `refusal`: see `Refusal`; `rounds`: mistakes in a line that are looked for."""
+    text = error.fix.written
+    before, _, rest = text.rpartition("lora-merge ")
+    with suppress(ValueError):  # a quote in a sentence
+        words = words_of(rest)
+        if "lora-merge " in before or "lora-merge " not in text or line(words) != f"lora-merge {rest}":
+            return False
+        if not rounds or any(re.match("[A-Z]{4}", word) and not exists(word) for word in words):  # BASE
+            return False
+        if (refused := refusal(words)) is None:
+            return True
+        accepted = check_fix(refused, refusal, rounds - 1)
+        mistake = f"{refused.what.written}; {refused.fix.written}"
+        if accepted:
+            right = words_of(refused.fix.written.rpartition("lora-merge ")[2])
+            wrong = [word for word in words if word not in right]
+            fix = f"{before.removesuffix('write ')}{' '.join(wrong)}{': ' * bool(wrong)}{mistake}"
+        else:
+            missing = next((f"{word}: " for word in words if str(expand(_bare(word))) == refused.where), "")
+            fix = f"{text}; that line has a mistake, too: {missing}{mistake}"
+        error.reword(lambda words: fix if words == text else words)
+        return accepted
+    return False
 
 
 def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any]) -> str:

@@ -54,7 +54,7 @@ STRENGTH_FORMS: Final = "write the strength after the file name: ADAPTER:0.8; or
 THE_BASE: Final = "the base is the first word"
 SAME_RANK: Final = "use `lora-merge resize ADAPTER --rank 16` first, as a merge keeps the rank"
 _ALL_CORES: Final = _leave("all cores are used", "--workers {}")
-_NOT_NEEDED: Final = "not needed here"
+NOT_NEEDED: Final = "not needed here"
 LORA_ALPHA: Final = Foreign("use `--setting lora_alpha=16`, the alpha of the training",
                         ("--setting lora_alpha={}", "--alpha {}"))  # fmt: skip
 _BEFORE: Final = "the model before the training comes first: `lora-merge extract BASE TUNED`"
@@ -83,17 +83,19 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("v2 is-v2 v-parameterization sdxl is-sdxl flux model-type model-arch arch architecture",
      _leave("the model is recognised")),
     ("from input-format source-format", _leave("the format is recognised")),
-    ("push-to-hub hub-model-id export-hub-model-id", _leave("send the output by hf upload OWNER/NAME FOLDER")),
+    ("push-to-hub", _leave("an output may be an address: -o hf://OWNER/NAME")),
+    ("(?:export-)?hub-model-id (?:upload-)?repo(?:-id)?", Foreign("use `-o hf://OWNER/NAME`", ("-o hf://{}",))),
+    ("(?:export-)?gguf(?:-path)?", _leave("a model folder becomes GGUF by convert_hf_to_gguf.py of llama.cpp")),
     ("concat shuffle trust-remote-code copy-tokenizer lazy-unpickle allow-crimes safe-serialization merge-and-unload "
      "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
      "safe-merge safe-fusing load-precision adapter-name group-size log-level no-half-vae "
      "(?:adapter|lora|peft|network)-type merge-lora "
      "no-sort mode mem-eff-load-save mem-eff-safe-open safetensors diffusers dropout+",
-     _leave(_NOT_NEEDED)),
-    ("fuse-unet", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for unet=0")),
-    ("fuse-text-encoder", _leave(_NOT_NEEDED, f"{Role.UNLESS}--strength-for te=0")),
+     _leave(NOT_NEEDED)),
+    ("fuse-unet", _leave(NOT_NEEDED, f"{Role.UNLESS}--strength-for unet=0")),
+    ("fuse-text-encoder", _leave(NOT_NEEDED, f"{Role.UNLESS}--strength-for te=0")),
     # Switches, formats, methods, numbers of the output.
-    ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16", _use("--dtype bf16")),
+    ("fp16 float16 half", _use("--dtype fp16")), ("bf16 bfloat16 de-?quanti[sz]e", _use("--dtype bf16")),
     ("fp32 float32", _use("--dtype fp32")), ("fp8|float8+", _use("--dtype fp8_scaled")),
     ("load-in-[48]bit", _leave("a merge is computed in full precision")),
     ("no-te no-text-encoder (?:network-)?(?:train-)?unet-only", _use("--strength-for te=0")),
@@ -156,10 +158,11 @@ UNKNOWN: Final = _leave(NOT_KNOWN)
 OTHER_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({
     "--dtype": {"fp8": "fp8_scaled", "float_16": "fp16", "bfloat_16": "bf16", "float_32": "fp32",
                 **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
-                "merged_4bit_forced": "nf4", **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "keep"},
+                "merged_4bit_forced": "nf4", **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "bf16"},
     "--method": {**dict.fromkeys(("linear", "cat", "svd", "task_arithmetic"), "sum"), "dare_linear": "dare",
                  "magnitude_prune": "prune", "ties_svd": "ties", "dare_ties_svd": "dare_ties"},
-    "--to": {"other": "diffusers", "default": "kohya"},  # convert_lora.py of musubi-tuner
+    "--to": {"other": "comfy", "default": "kohya",  # convert_lora.py of musubi-tuner
+             "safetensors": "onetrainer", "legacy_safetensors": "kohya", "comfy_lora": "comfy"},  # OneTrainer
     "--elect": {"total": "sum", "frequency": "count"},
 })  # fmt: skip
 """Option → value of another program → the value here. PEFT (add_weighted_adapter), mergekit, Unsloth, LLaMA-Factory."""

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import dropwhile, takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,12 +17,12 @@ from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..merge_methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS
-from ..paths import ENDINGS, exists, expand, split_strength, with_found_ending, words_of
+from ..paths import exists, expand, split_strength, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
-from .compat import FOREIGN_COMMANDS, check_dashes
-from .corrected_line import flags, is_adapter, line, path_of
+from .compat import check_dashes
+from .corrected_line import PLACES, flags, is_adapter, line, path_of
 from .foreign_names import (
     FOREIGN_RULES,
     STRENGTH_FORMS,
@@ -37,6 +35,7 @@ from .foreign_names import (
     hyphened,
     meaning_of,
 )  # fmt: skip
+from .foreign_programs import NAME_THE_FILES, program_of, with_settings
 from .typed_line import (
     MISTAKES,
     NO_OPTION,
@@ -48,7 +47,7 @@ from .typed_line import (
     Setting,
     TypedLine,
     TypedStrength,
-    looks_like_path,
+    by_option,
     names_file,
     numbers_in,
     right_value,
@@ -59,11 +58,6 @@ if TYPE_CHECKING:
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
-NAME_THE_FILES: Final = "name the files: `lora-merge BASE ADAPTER`"
-OF_FILES: Final = frozenset({Role.BASE, Role.ADAPTERS, Role.MODEL, Role.TUNED, "-o {}"})
-"""The roles of options whose values name files."""
-LAUNCHERS: Final = "python3?|py|-[mu]|accelerate|launch|uv|run|[A-Z_]+=.*"
-"""Words before the name of a program that is written in Python."""
 
 
 class Correction(NamedTuple):
@@ -318,7 +312,8 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     first = 2 if command.inputs == "checkpoints" else int(command.merges)
     stated = {_Term.of(word).path: word for word in reading.adapters}  # named with an option, and maybe without one too
     files = [stated.get(word, word) for word in reading.files if word not in base]
-    files = [*dict.fromkeys(files)] if reading.foreign else files
+    if reading.foreign:
+        files = [word for n, word in enumerate(files) if word not in files[:n] or word not in reading.adapters]
     if first == 2:
         files = [*base, *tuned, *files] if base else [*files, *tuned]
     elif first and not base:
@@ -326,9 +321,14 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
         checked = others if reading.foreign or reading.mistakes else []
         models = [word for word in checked if names_file(word) and not is_adapter(_Term.of(word).path)]
         base = models if len(models) == 1 else others[:1]
+        if base and files.count(base[0]) > 1:
+            raise NotClear(base[0])
         files = [*base, *(word for word in files if word not in base), *tuned]
     else:
         files = [*base, *files, *tuned]
+    if command.merges and reading.foreign and len(files) == 1:
+        of_adapter = files[0] in reading.adapters or (names_file(files[0]) and is_adapter(_Term.of(files[0]).path))
+        files = ["BASE", *files] if of_adapter else [*files, "ADAPTER"]
     most = len(files) if command.several or command.merges else max(first, 1)
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2):
         raise NotClear(" ".join(files))
@@ -336,7 +336,7 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
         of_adapters = {n: is_adapter(_Term.of(word).path) for n, word in enumerate(files) if names_file(word)}
         if any(adapter is not (n >= first) for n, adapter in of_adapters.items()):
             raise NotClear(" ".join(files))
-    if command.merges and files[0] in files[1:]:  # a base is not its own adapter
+    if (command.merges or not command.options) and {*files[:1]} & {*files[1:]}:  # a base is not its own adapter
         raise NotClear(files[0])
     return files, first
 
@@ -362,7 +362,12 @@ def _settings(reading: TypedLine) -> list[Setting]:
             raise NotClear(rule)
         settings = [Setting(s.typed, ("--max-rank", s.words[1])) if s.words[0] == "--rank" else s for s in settings]
         settings = [Setting("--dynamic-param", ("--rank", rule)), *settings]
-    # Step 3: two spellings of one option have one value.
+    # Step 3: an output has one place.
+    of_hub = [s for s in settings if s.words[1:] and s.words[1].startswith("hf://") and s.words[1] not in s.typed]
+    if any(s.words[0] in ("-o", "--output") and s not in of_hub for s in settings):
+        settings = [s for s in settings if s not in of_hub]
+        reading.left_out += [(s.typed, "upload the output by hf upload OWNER/NAME FOLDER") for s in of_hub]
+    # Step 4: two spellings of one option have one value.
     by_place = dict[Any, Setting]()
     settings = _with_folder(settings)
     for setting in (*(s for s in reading.settings if s.words[0] in (Role.BASE, Role.TUNED)), *settings):
@@ -443,8 +448,10 @@ def corrected_line(
         reading.take(args)
         if reading.left_out and not reading.foreign:  # a word that is neither a file nor a number
             return None
-        only_adapters = len(reading.adapters) == len(reading.files) > 1 and not reading.file(Role.BASE)
-        if command == MERGE and only_adapters:  # they become one adapter
+        paths = [_Term.of(word).path for word in reading.files]
+        adapters = (w in reading.adapters or (names_file(w) and is_adapter(w)) for w in paths)
+        only_adapters = len(paths) > 1 and all(adapters) and not reading.file(Role.BASE)
+        if command == MERGE and only_adapters and (reading.foreign or reading.mistakes):  # they become one adapter
             return corrected_line("combine", args, commands, program=program)
         return corrected(reading)
     except NotClear:
@@ -468,7 +475,7 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     pairs = zip(before, [*before[1:], ""], strict=False)
     values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
     names = [name for name in values if name.startswith("-") and not right_form(name)]
-    merge, files = _with_settings(args) if command == "batch" else ([], [])
+    merge, files = with_settings(args) if command == "batch" else ([], [])
     if files and (correction := corrected_line(MERGE, merge, commands, program=True)):
         raise UsageError("this is a configuration of another program", files[0], _fix(correction, ()))
     foreign = [name for name in names if _is_foreign(name, known, command)]
@@ -494,97 +501,17 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
     """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`, or
     a configuration of one."""
-    if args and re.match(r"(?:\w+ *= *)?[A-Za-z_][\w.]*\(", args[0]) and not exists(args[0]):
-        raise UsageError("this is a line of Python", args[0][:200], "name a base and an adapter, or run it in Python")
-    if len(args) == 1 and not exists(args[0]) and " --" in args[0]:  # a line in quotes
-        args = words_of(args[0])
-    fields = {word for word in args if _is_field(word)}
-    args = [f"--{word}" if word in fields else word for word in args]
-    plain = [*dropwhile(lambda word: re.fullmatch(LAUNCHERS, word), args)]
-    named = [*takewhile(lambda word: word.endswith(".py") or not (word.startswith("-") or names_file(word)), plain)]
-    command = next(filter(None, (_command_of(word, commands) for word in named)), "")
-    rest, files = _with_settings(plain[len(named) :])
-    if command == "extract" and any("mergekit" in word for word in named) and all(map(names_file, rest[:2])):
-        rest = [*rest[1::-1], *rest[2:]]  # MODEL BASE OUTPUT
-    if trainer := next((word for word in args if re.search(r"train\w*\.py$", word)), ""):
-        raise UsageError(f"{trainer} trains, and lora-merge merges what is trained", " ".join(args)[:200],
-                         NAME_THE_FILES)  # fmt: skip
-    options, known = [arg.partition("=")[0] for arg in args if arg.startswith("-")], flags(commands[MERGE].params)
-    is_program = command and any(word.endswith((".py", ".yml", ".yaml")) or word in FOREIGN_COMMANDS for word in named)
-    if files or fields or is_program or (named and any(_is_foreign(name, known, MERGE) for name in options)):
-        correction = corrected_line(command or MERGE, rest, commands, program=True)
-        what = "there is neither such a command nor such a file"
-        what = what if named else f"this is {'a configuration' if files else 'the input'} of another program"
-        if correction is not None:
-            of_gguf = command and command != MERGE and any(word.endswith(".gguf") for word in correction.words)
-            fix = "merge the adapter, or write it with convert_lora_to_gguf.py of llama.cpp" if of_gguf else ""
-            raise UsageError(what, " ".join(named or files or fields), fix or _fix(correction, ()))
-        if missing := [word for word in named if word.endswith((".yaml", ".yml"))]:
-            raise UsageError("there is no such file", missing[0], "check the path")
-        if command == MERGE and is_program:
-            raise UsageError(what, " ".join(named), NAME_THE_FILES)
-
-
-def _is_field(word: str) -> bool:
-    """Return whether a word is the input of a node, such as strength_model=0.8."""
-    name = re.match("([a-z]+(?:_[a-z]+)+)=", word)
-    return name is not None and not exists(word) and meaning_of(f"--{name[1]}") is not None
-
-
-def _with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a line with the files and the output of a configuration, such as one of Axolotl, as options in its place,
-    but those of which the line has one; and the configurations. UsageError for one of mergekit."""
-    words, files = list[str](), list[str]()
-    stated = {_role(arg) for arg in args if arg.startswith("-")}
-    for word in args:
-        fields = _fields(word) if word.endswith((".yaml", ".yml")) and exists(word) else {}
-        roles = {name: _role(f"--{name}") for name, value in fields.items() if isinstance(value, str)}
-        roles = {name: role for name, role in roles.items() if role in OF_FILES - stated}
-        paths = {name for name in roles if looks_like_path(fields[name]) and name != "adapter"}  # a kind, of Axolotl
-        roles = {name: role for name, role in roles.items() if role == "-o {}" or name in paths}
-        settings = [f"--{name}={fields[name]}" for name, role in roles.items() if role != "-o {}"]
-        for output in (fields[name] for name, role in roles.items() if role == "-o {}"):
-            trained = exists(output) and expand(output).is_dir()  # of Axolotl, with the adapter in it
-            settings.append(f"--output_dir={output.rstrip('/')}{'/merged' if trained else ''}")
-            if trained and Role.ADAPTERS not in {*roles.values(), *stated} and is_adapter(output):
-                settings.append(f"--lora={output}")
-        words += settings or [word]
-        files += [word] * bool(settings)
-    return words, files
-
-
-def _role(option: str) -> str:
-    """Return the role of an option of another program for a merge; "" for none."""
-    forms = meaning.forms if (meaning := meaning_of(option)) else ()
-    return next((form for form in forms if form in OF_FILES), "")
-
-
-def _fields(path: str) -> Mapping[str, Any]:
-    """Return the fields of a YAML file of another program; {} for others. UsageError for one of mergekit."""
-    from ..files.file_signatures import LONGEST_BEGINNING, is_mergekit, of_mergekit, top_fields
-    from ..files.yaml_source import parse, read_text
-
-    fields: object = {}
-    try:
-        names, text = top_fields(expand(path)), read_text(expand(path), LONGEST_BEGINNING)
-    except (OSError, MergeError):  # here and below, the command itself reports it
-        return {}
-    if {"jobs", "base", "adapters"} & names:
-        return {}
-    if is_mergekit(names):
-        raise of_mergekit(path)
-    if any(_role(f"--{name}") for name in names):
-        with suppress(MergeError):
-            fields = parse(text, path).value
-    return fields if isinstance(fields, dict) else {}
-
-
-def _command_of(word: str, commands: Collection[str]) -> str:
-    """Return the command of ours that does what a program with this name does, by the verb in the name; "" for
-    others."""
-    name = re.sub(r".*[\\/]|\.py$", "", word).replace("-", "_")
-    verbs = (FOREIGN_COMMANDS.get(verb, verb) for verb in (name, *re.split("[_.]", name)))
-    return "" if word.endswith(ENDINGS) else next((verb for verb in verbs if verb in commands), "")
+    known = flags(commands[MERGE].params)
+    program = program_of(args, commands, lambda name: _is_foreign(name, known, MERGE))
+    if program is None:
+        return
+    correction = corrected_line(program.command, program.words, commands, program=True)
+    if correction is not None:
+        raise UsageError(program.what, program.name, _fix(correction, ()))
+    if program.certain and program.command in COMMANDS:
+        options = {name: (*values, "")[0] for name, values in by_option(program.words) if name}
+        advice = _advices(options, program.command, commands[program.command].params) if options else NAME_THE_FILES
+        raise UsageError(program.what, program.name, program.advice or advice)
 
 
 def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
@@ -604,6 +531,8 @@ def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     """Return the fix with the line that is meant. `foreign`: the options that are refused."""
     right = f"write {line(correction.words)}"
+    if place := next((word for word in correction.words[:2] if word in PLACES), ""):
+        right = f"name the {place.lower()}: `{line(correction.words)}`"
     if correction.conflicts:
         right = f"keep one of them: {right}"
     elif correction.repeated:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import typer
@@ -190,42 +188,40 @@ REFUSED: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 """The errors of click for arguments that it cannot take, of typer's own copy of click or of click itself."""
 
 
-def typed() -> str:
-    """Return what was typed."""
-    return " ".join(["lora-merge", *sys.argv[1:]])[:200]
-
-
-def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> MergeError:
-    """Return the error for arguments that click cannot take, in our three lines."""
+def refused(error: Exception, args: Sequence[str], commands: Mapping[str, Any]) -> MergeError:
+    """Return the error for arguments that click cannot take, in our three lines. `args`: the line; `commands`: by
+    name."""
+    typed = " ".join(["lora-merge", *args])[:200]
+    words = without_global_options(args, checked=False)
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = " ".join(context.command_path.split()[1:]) if context is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if context is None and "requires an arg" in text:  # click does not name the command
-        command = next((word for word in sys.argv[1:2] if word in commands), MERGE)
+        command = next((word for word in args[:1] if word in commands), MERGE)
     see = f"see `{' '.join(['lora-merge', 'help', *command.split()[:1]])}`"
     if command == MERGE and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
-        return UsageError(what, typed(), f"`lora-merge BASE ADAPTER:0.8`; {see}")
+        return UsageError(what, typed, f"`lora-merge BASE ADAPTER:0.8`; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
         near, advice = _advice(name, context)
-        return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
+        return UsageError(f"there is no option {name}", typed, advice + see).instead(name, *near[:1])
     if unknown := re.match("No such command '([^']*)'", text):  # of a group of commands, such as comfyui
         names = getattr(getattr(context, "command", None), "commands", commands)
         near = get_close_matches(unknown[1], names, 1, 0.7)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}; {see}"
-        return UsageError(f"there is no command {unknown[1]!r}", typed(), fix).instead(unknown[1], *near)
+        return UsageError(f"there is no command {unknown[1]!r}", typed, fix).instead(unknown[1], *near)
     known = context.command if context is not None else commands.get(command)
-    if text.startswith("Missing option") and (model := _model_as_adapter(known)):
+    if text.startswith("Missing option") and (model := _model_as_adapter(known, words)):
         return model
     extra = _extra(text)
-    if command == "batch" and extra and (models := [path for path in map(path_of, sys.argv) if path.endswith(ENDINGS)]):
+    if command == "batch" and extra and (models := [path for path in map(path_of, args) if path.endswith(ENDINGS)]):
         from ..files.file_signatures import model_as_jobs
 
         return model_as_jobs(models[0])
-    corrected = _corrected_line(error, text, command, known)
+    corrected = _corrected_line(error, text, command, known, words)
     fix = corrected.removesuffix("; ") if corrected.startswith("write lora-merge ") else f"{corrected}{see}"
     what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
-    return UsageError(what.rstrip("."), typed(), fix)
+    return UsageError(what.rstrip("."), typed, fix)
 
 
 def _extra(text: str) -> list[str]:
@@ -234,25 +230,24 @@ def _extra(text: str) -> list[str]:
     return words[1].split(" ") if words else []
 
 
-def _model_as_adapter(command: Any) -> MergeError | None:
+def _model_as_adapter(command: Any, words: Sequence[str]) -> MergeError | None:
     """Return the error for a model in the place of the adapter of a command, which a missing option would hide."""
     from ..adapters.modules import model_in_its_place
     from ..files.checkpoint import open_checkpoint
 
-    words = sys.argv[1:] if any(parameter.name == "adapter" for parameter in command.params) else []
-    for word in filter(exists, words):
+    of_adapter = any(parameter.name == "adapter" for parameter in command.params)
+    for word in filter(exists, words if of_adapter else ()):
         with suppress(MergeError):  # the command itself reports it
             return model_in_its_place(open_checkpoint(expand(word), adapter=True))
     return None
 
 
-def _corrected_line(error: Exception, text: str, command: str, known: Any) -> str:
+def _corrected_line(error: Exception, text: str, command: str, known: Any, words: Sequence[str]) -> str:
     """Return how to correct a line that lacks a word, or has one too many: the line itself, with values as in the
     example of the command's help."""
 
     epilog = getattr(known, "epilog", None) or ""
     example = next(iter(re.findall(r"^  (lora-merge .*)", epilog, re.MULTILINE)), "")
-    words = without_global_options(sys.argv[1:], checked=False)
     flag = next(iter(re.findall(r"[Oo]ption '(--?[\w-]+)", text)), "")
     value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
     value = value or {"-o": "out.safetensors", "--html": "report.html"}.get(flag, "")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from types import FrameType
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..addresses import with_addresses
+from ..addresses import split, with_addresses
 from ..command import MERGE
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..paths import exists, expand, leave_lost_folder
@@ -37,7 +39,7 @@ from .compat import (
     check_values,
     checked_output,
 )
-from .corrected_line import correct, flags
+from .corrected_line import check_fix, correct, flags
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
 HELP = ("-h", "--help")
+
+DRY_RUN_WORD = "--dry-run"
 
 LEAST_HELP_COLUMNS = 52
 """Columns below which click would write its help too wide: it takes 50 at least."""
@@ -271,7 +275,7 @@ def main() -> None:
         if not sys.argv[1:]:  # no argument at all
             put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
-        _fail(refused(e, _program().commands))
+        _fail(refused(e, sys.argv[1:], _program().commands))
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:
@@ -287,7 +291,9 @@ def main() -> None:
 
 def _fail(error: BaseException, text: str = "") -> None:
     """End the program: the failure on stderr, in words of its own or these, with --json also on stdout."""
-    correct(error, _program().commands)
+    if isinstance(error, MergeError):
+        correct(error, without_global_options(sys.argv[1:], checked=False), _program().commands)
+        check_fix(error, _refusal)
     text = text or str(error)
     if debugging():
         import traceback
@@ -300,6 +306,29 @@ def _fail(error: BaseException, text: str = "") -> None:
         print(f"error: {text}", file=sys.stderr)  # noqa: T201
     _print_json_error(error)
     raise SystemExit(error_dict(error)["exit_code"])
+
+
+def _refusal(words: Sequence[str]) -> MergeError | None:
+    """Return the error with which a plan of a line is refused, with its own line corrected; None for a line that is
+    accepted, and for one that would write reports, read other machines, or has no plan."""
+    command = next((word for word in words[:1] if word in _program().commands), MERGE)
+    writes = any(word.partition("=")[0] in ("--report", "--html", "--plot") for word in words)
+    if command not in COMMANDS or writes or any(split(word) is not None for word in words):
+        return None
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            _program()([*words, DRY_RUN_WORD], prog_name="lora-merge", standalone_mode=False)
+    except REFUSED as e:
+        failed: BaseException = refused(e, words, _program().commands)
+    except Exception as e:  # noqa: BLE001  # what is no MergeError is not about the line
+        failed = as_resource_error(e) or e
+    else:
+        return None
+    if not isinstance(failed, MergeError):
+        return None
+    failed.reword(lambda text: text if DRY_RUN_WORD in words else text.replace(f" {DRY_RUN_WORD}", ""))
+    correct(failed, words, _program().commands)
+    return failed
 
 
 def _print_json_error(error: BaseException) -> None:

@@ -25,6 +25,7 @@ from .corrected_line import is_adapter, path_of
 from .foreign_names import (
     LORA_ALPHA,
     NOT_KNOWN,
+    NOT_NEEDED,
     ONLY_PARTS,
     OTHER_VALUES,
     STRENGTH_FORMS,
@@ -116,7 +117,7 @@ class TypedLine:
 
     def take(self, args: Sequence[str]) -> TypedLine:
         """Return itself with the words of a line; NotClear for an option of ours without its value."""
-        for option, values in _by_option(args):
+        for option, values in by_option(args):
             form, advice = self._form(option) if option else ("", "")
             if values and option and self._is_strength(option, values[0]):
                 form, advice = Role.STRENGTHS, STRENGTH_FORMS
@@ -166,33 +167,38 @@ class TypedLine:
         """Return the form of an option with this value, "" for a file as it is without an option, and the advice on
         it; NOT_CLEAR if the value has not the role that the words of the option state."""
         number = right_form(value)
-        may_be_format = "to" in self.command.options and form in (Role.MODEL, "-o {}")
-        if may_be_format and _is_format(OTHER_VALUES["--to"].get(value, value)):  # --src peft --dst kohya
-            return (Role.LEFT_OUT, "the format is recognised") if form == Role.MODEL else ("--to {}", advice)
+        may_be_format = form in (Role.MODEL, "-o {}", "--to {}", Role.NOT_CLEAR) and not exists(value)
+        if may_be_format and _is_format(OTHER_VALUES["--to"].get(value.lower(), value)):  # --src peft --dst kohya
+            of_output = "to" in self.command.options and form != Role.MODEL
+            reason = "the format is recognised" if form == Role.MODEL else "a merged model has the names of its base"
+            return ("--to {}", advice) if of_output else (Role.LEFT_OUT, reason)
+        if (
+            re.fullmatch("-[a-z]", option) and form.startswith(("--", Role.NOT_CLEAR)) and names_file(value)
+        ):  # cp -r FILE
+            return Role.LEFT_OUT, NOT_NEEDED
         if number and form in (Role.OTHER_FILE, Role.MODEL) and (part := part_of(option)):  # --te 0.5
             return f"--strength-for {part}={{}}", advice
         if form == Role.ALPHA:
             of_strength = number and abs(float(number)) <= HIGHEST_STRENGTH
             return (Role.STRENGTHS, advice) if of_strength else (LORA_ALPHA.forms[0], advice)
         if form == Role.ONLY:
-            known = value in ONLY_PARTS
-            return (f"--strength-for {ONLY_PARTS[value]}" if known else Role.NOT_CLEAR), advice
-        if form == Role.JOBS or (
-            not self.command.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
-        ):  # of batch
-            return (Role.NOT_CLEAR if self.command.options else ""), advice
+            return (f"--strength-for {ONLY_PARTS[value]}" if value in ONLY_PARTS else Role.NOT_CLEAR), advice
         return self._agreed_file(option, form, advice, value)
 
     def _agreed_file(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return what `_agreed` returns, if the option may be one for a file."""
+        if form == Role.JOBS or (
+            not self.command.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
+        ):  # of batch
+            return (Role.NOT_CLEAR if self.command.options else ""), advice
         is_file = exists(with_found_ending(value))
         plain = not is_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
         of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not is_file
-        of_file = of_file and (not looks_like_path(value) or bool(other))
+        of_file = of_file and (not self._may_name(option, [value]) or bool(other))
         if hyphened(option) not in self.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
             return Role.LEFT_OUT, NOT_KNOWN
-        if form in (Role.BASE, Role.TUNED) and self.command.name in ("inspect", "compare", "parts"):
+        if form in (Role.BASE, Role.TUNED) and self.command.name in ("inspect", "compare", "parts", "unmerge"):
             return "", advice
         if form == Role.BASE and self.required < 2:  # of replay, unmerge
             raise NotClear(option)
@@ -201,7 +207,12 @@ class TypedLine:
             return (of_merge if self.command.merges else ""), advice
         return form, advice
 
-    def _take_words(  # noqa: C901  # one kind of word after the other
+    def _may_name(self, option: str, words: Sequence[str]) -> bool:
+        """Return whether these words of an option name files, maybe missing ones."""
+        of_files = re.search("-(?:path|file|dir|folder)$", hyphened(option)) is not None
+        return all(looks_like_path(word) or (of_files and not numbers_in(word)) for word in words)
+
+    def _take_words(  # one kind of word after the other
         self, option: str, form: str, advice: str, words: Sequence[str]
     ) -> None:
         """Take words after an option that may have several, or after none: files and strengths."""
@@ -215,21 +226,20 @@ class TypedLine:
                 self.strengths[""].append(TypedStrength(f"{option} {word}".strip(), word, self.last_file))
                 continue
             named, our_words = names_file(word), _in_our_syntax(word)
-            if form == Role.STRENGTHS and not named and len(words) > 1:  # a file that is not there, with its strength
-                raise NotClear(word)
-            if form == Role.STRENGTHS and not named:
+            with_strength = form == Role.STRENGTHS and bool(numbers_in(" ".join(words[1:2])))  # --lora-scaled one 0.8
+            if form == Role.STRENGTHS and not named and not with_strength:
                 self.unclear.append((f"{option} {word}", advice))
                 continue
             of_program = word.endswith((".yaml", ".yml", ".py")) and self.command.options
             if our_words == [word] and not named and (of_program or not (form or _may_be_file(word))):
                 self.left_out.append((word, NOT_KNOWN))
                 continue
-            if form and not all(map(looks_like_path, our_words)):
+            if form and not with_strength and not self._may_name(option, our_words):
                 self.left_out.append((f"{option} {word}", NOT_KNOWN))
                 continue
             if word not in our_words:
                 self.mistakes.setdefault(OTHER_SYNTAX, []).append(word)
-            by_value = form and all(is_adapter(path_of(text) or text) for text in our_words)
+            by_value = form and all(is_adapter(path_of(text) or text) for text in our_words)  # or a missing one
             self.files += our_words
             self.adapters += our_words if by_value else ()
             self.last_file = our_words[-1]
@@ -325,8 +335,9 @@ class TypedLine:
         """Take the last file of a line of another program as the output, if it is not there and nothing else is."""
         *before, last = self.files or [""]
         has_one = any(setting.words[0] in ("-o", "--output") for setting in self.settings)
-        enough = len(before) + len(self.file(Role.BASE)) >= self.required and all(map(names_file, before))
+        enough = len(before) + len(self.file(Role.BASE)) >= self.required
         one_too_many = not (self.command.several or self.command.merges)  # each of the others has its place
+        enough = enough and (one_too_many or all(map(names_file, before)))
         may_be_one = self.foreign or self.mistakes or one_too_many
         may_be_one = may_be_one and (last.endswith(ENDINGS) or self.program or one_too_many)
         if "-o" in self.known and not has_one and enough and may_be_one and not names_file(last):
@@ -337,7 +348,7 @@ class TypedLine:
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
         name, template = form.split()
-        value = OTHER_VALUES.get(name, {}).get(value.lower(), value)
+        value = OTHER_VALUES.get(name, {}).get(value.lower(), value.lower() if name == "--to" else value)
         if template.endswith("={}") and "=" in value:  # --block-weights IN04=0
             template = "{}"
         elif template.endswith("={}"):
@@ -348,7 +359,8 @@ class TypedLine:
             template, value = "ratio:{}", f"{1 / float(right_form(value)):g}"
         row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
         text = right_value(row, text) if row and value else text
-        if not value or not text or (name in ("--to", "--format") and not _is_format(value)):
+        of_hub = text.startswith("hf://") and "/" not in value  # no OWNER/NAME
+        if not value or not text or of_hub or (name in ("--to", "--format") and not _is_format(value)):
             raise NotClear(name)
         return name, text
 
@@ -357,7 +369,7 @@ class TypedLine:
         return [setting.words[1] for setting in self.settings if setting.words[0] == role][-1:]
 
 
-def _by_option(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def by_option(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each option with the words after it, the words before the first one with ""."""
     option, values = "", list[str]()
     for word in (part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])):
@@ -423,7 +435,7 @@ def _is_format(value: str) -> bool:
     """Return whether a value is the name of a format of adapters."""
     from ..adapters_out.dialects import names
 
-    return value in names()
+    return value.lower() in names()
 
 
 def _likely_meaning(value: str) -> str:

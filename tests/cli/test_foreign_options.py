@@ -75,7 +75,7 @@ LINES = {
     "--model_name_or_path base --adapter_name_or_path one --export_dir x --template llama3 --finetuning_type lora": "base one -o x",
     "export --model_name_or_path base --adapter_name_or_path one --export_dir x --export_size 2": "base one -o x",
     "merge-lora --base_model base --lora_model_dir one --output_dir x --load_in_8bit false --fp16 true": "base one -o x --dtype fp16",
-    "--model_name base --adapter_path one --save_method merged_16bit --save_directory x": "base one -o x --dtype keep",
+    "--model_name base --adapter_path one --save_method merged_16bit --save_directory x": "base one -o x --dtype bf16",
     "--base-model-path base --target-model-path x --lora-path one": "base one -o x",
     "combine one two --combination_type linear --weights 0.5,0.4 --adapter_name both": "combine one:0.5 two:0.4 --method sum",
     "combine one two --combination_type magnitude_prune --density 0.5 --weights [1,0] --svd_rank 2": "combine one:1 two:0 --method prune --density 0.5 --rank 2",
@@ -165,7 +165,7 @@ LINES = {
     "lora_post_hoc_ema.py one two --beta 0.9 --beta2 0.95": "average one two --ema 0.9 --ema-to 0.95",
     "extract_locon.py base tuned --mode threshold --linear_threshold 0.1": "extract base tuned --rank above:0.1",
     "mergekit-extract-lora tuned.safetensors base.safetensors x --rank=2": "extract base.safetensors tuned.safetensors -o x --rank 2",
-    "python convert_lora.py --input one --output x --target other --base base": "convert one --output x --to diffusers --base base",
+    "python convert_lora.py --input one --output x --target other --base base": "convert one --output x --to comfy --base base",
     "extract_locon.py base tuned x.safetensors --mode ratio --linear_ratio 0.5 --conv_quantile 0.75": "extract base tuned -o x.safetensors --rank ratio:2 --conv-rank sum:0.75",
     "lora_post_hoc_ema.py one two --no_sort --output_file x --beta 0.9": "average one two -o x --ema 0.9", "base one -m 0.8": "base one:0.8", "base one two -a 0.5 -b 0.3": "base one:0.5 two:0.3",
     "<lora:one:0.8> base.safetensors": "base.safetensors one.safetensors:0.8", "CUDA_VISIBLE_DEVICES=0 swift export --model base --adapters one": "base one",
@@ -174,6 +174,22 @@ LINES = {
     "--sd_model denoiser --models one --ratios 0.8": "denoiser one:1,unet=0.8,te=0", "base one --prompt <lora:two:0.5>": "base one two.safetensors:0.5",
     "base one:0.8:NONE two:0.5:ALL": "base one:0.8,lbw=NONE two:0.5,lbw=ALL",
     "base one --stength 0.7 --ouput x": "base one:0.7 --output x", "cp base one out.safetensors": "base one -o out.safetensors",
+    # Modules of Python, programs without a name here, a verb after the name of a program
+    "mlx_lm.fuse --model base --adapter-path one --save-path x --de-quantize": "base one -o x --dtype bf16", "supermerger base one:0.8 -o x": "base one:0.8 -o x",
+    "peft merge --base_model base --adapter one --out x": "base one -o x", "cp -r base one merged/": "base one -o merged/", "merge_adapter base one": "base one",
+    "convert_model.py --input-name one --output-model-destination x.safetensors --output-dtype FLOAT_16 --output-model-format LEGACY_SAFETENSORS --base base": "convert one -o x.safetensors --dtype fp16 --to kohya --base base",
+    "accelerate launch --num_processes 1 merge_lora.py --sd_model base --models one": "base one", "average one one --beta 0.9": "average one one --ema 0.9",
+    "base one --output_dir x --hub_model_id me/x --push_to_hub": "base one -o x", "unmerge --sd_model base --lora one -o x": "unmerge base one -o x",
+    # Lines of Python, inputs of nodes
+    "p.load_lora_weights('one.safetensors');p.fuse_lora(lora_scale=0.7)": "base.safetensors one.safetensors:0.7",
+    "p.set_adapters(['one','two'],adapter_weights=[0.7,0.3])": "combine one:0.7 two:0.3",
+    "P.from_pretrained(A.from_pretrained('base'),'one').merge_and_unload().save_pretrained('x')": "base one -o x",
+    '{"1":{"inputs":{"ckpt_name":"base"}},"2":{"inputs":{"lora_name":"one","strength_model":0.8,"model":["1",0]}}}': "base one --strength-for unet=0.8",
+    "ckpt_name: base lora_name: one strength_model: 0.8": "base one --strength-for unet=0.8", "lora_name=one strength_model=0.8": "base.safetensors one --strength-for unet=0.8",
+    # A line that is refused: the one of its own error
+    "combine one two --combination_type ties --density 0.5": "combine one two --method ties --density 0.5 --rank 32", "convert one --input-format kohya --base base": "convert one --base base --to diffusers",
+    "m.add_weighted_adapter(['one','two'],[0.7,0.3],combination_type='ties')": "combine one:0.7 two:0.3 --method ties --rank 32", "one two --strength 0.8 0.5 -o x": "combine one:0.8 two:0.5 -o x",
+    "merge_lora.py --sd_model bsae --models one": "base.safetensors one",
     # What has no counterpart
     "base one --bogus": "base one", "base one --fp16 --export_legacy_format False --mem_eff_load_save": "base one --dtype fp16",
     "base one --log_file x.log --lora_count 3": "base one", "base one --no-cuda": "base one --device cpu",
@@ -211,9 +227,9 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one two --fp16 --lbws strong weak", ["for --lbws strong weak, use --strength-for lbw=1,0,0,… with a number for each block; write lora-merge base one two --dtype fp16"]),
     ("accelerate launch --num_processes 1 train_network.py --pretrained_model base --network_weights one", ["train_network.py trains", "name the files: lora-merge base one\n"]),
     ("python lora_interrogator.py --sd_model base --model one", ["write lora-merge inspect base one\n"]),
-    ("base one --save-as-fp8", ["write lora-merge base one --dtype fp8_scaled\n"]), ("axolotl merge-lora no.yml", ["there is no such file", "no.yml"]),
-    ("convert_lora_to_gguf.py --base base one --outfile x.gguf", ["convert_lora_to_gguf.py of llama.cpp"]),
-    ("pipe.load_lora_weights('one.safetensors')", ["a line of Python"]), ("base one --load_in_8bit", ["leave it out: a merge is computed in full precision"]),
+    ("axolotl merge-lora no.yml", ["there is no no.yml here"]),
+    ("convert_lora_to_gguf.py --base base one --outfile x.gguf", ["ComfyUI-GGUF loads no model with the names of this base", "write lora-merge base one -o x.safetensors\n"]),
+    ("pipe.load_lora_weights('one.safetensors')", ["a line of Python", "name the base: lora-merge base.safetensors one.safetensors\n"]), ("base one --load_in_8bit", ["leave it out: a merge is computed in full precision"]),
     ("batch axolotl.yml", ["a configuration of another program", "write lora-merge ./base.safetensors ./one.safetensors -o ./merged\n"]),
     ("base one --weight x", ["for --weight x, write the strength after the file name: one:0.8; write lora-merge base one"]),
     ("base one --only IN04 --out o", ["for --only IN04, use --strength-for, such as --strength-for te=0; write lora-merge base one -o o"]),
@@ -226,7 +242,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("average one two --weights 2,1", ["add up to 1, these to 3", "write lora-merge average one two --weights 0.666667,0.333333\n"]),
     ("average one two --weights 70,30", ["add up to 1, these to 100", "write lora-merge average one two --weights 0.7,0.3\n"]),
     ("denoiser flat --te 0.5", ["leave it out: the base has no text encoder; write lora-merge denoiser flat"]),
-    ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_scaled\n"]),
+    ("base one --quantization fp8", ["the base has no weight to quantise", "write lora-merge base one --dtype keep\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
     ("base one:0.5,0.6,0.7", ["several strengths", "write one:0.5, or by block one:1,lbw=0.5,0.6,0.7\n"]),
     ("extract tuned", ["write lora-merge extract tuned base.safetensors; or, if tuned is the model after the training, lora-merge extract base.safetensors tuned"]),
@@ -234,6 +250,12 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("average tuned base", ["lora-merge extract tuned base\n"]), ("base one --rank 2 --lora_alpha 32", ["for --rank 2, use lora-merge resize one --rank 16 first, as a merge keeps the rank; leave out --lora_alpha 32 (the adapter states its alpha); write lora-merge base one"]),
     ("batch --jobs jobs.yaml --num_workers 2 --dtype bf16 --max_size 4", ["leave out --dtype bf16 (a field of the jobs file), --max_size 4 (not known here); write lora-merge batch jobs.yaml --workers 2\n"]),
     ("base one:0.7,te2=0.3", ["did you mean te? ", "write lora-merge base one:0.7,te=0.3\n"]), ("denoiser one --strength-for te=0.8", ["write lora-merge denoiser one --strength-for te=0\n"]),
+    ("-m base --lora-scaled missing 0.8 --lora one", ["write lora-merge base missing:0.8 one; that line has a mistake, too: missing:0.8: file not found"]),
+    ("llama-export-lora -m no.gguf --lora-scaled a.gguf 0.8 -o x.gguf", ["write lora-merge no.gguf a.gguf:0.8 -o x.gguf; that line has a mistake, too"]),
+    ("mlx_lm.lora --model base --train --data d", ["mlx_lm.lora trains"]), ("axolotl train no.yml", ["axolotl trains"]), ("pip install lora", ["pip is a command of the shell", "pip install lora\n"]),
+    ("llama-quantize base x Q4_K", ["llama-quantize quantises models", "lora-merge base bare.safetensors --dtype q8_0\n"]), ("mlx_lm.convert --hf-path base", ["converts models, and lora-merge adapters"]),
+    ("m.save_pretrained('x')", ["name a base and an adapter, or run it in Python"]), ("base one --hub_model_id x", ["use -o hf://OWNER/NAME"]),
+    ("base one --upload-repo me/x", ["write lora-merge base one -o hf://me/x\n"]), ("base one --export-gguf", ["convert_hf_to_gguf.py of llama.cpp"]),
     ("base one two --ratio 0.8", ["give one for each adapter, such as lora-merge base one:0.8 two:0.8"]),
 ])  # fmt: skip
 def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +265,7 @@ def test_what_is_dropped_is_named(words: str, parts: list[str], folder: Path, mo
 
 
 @pytest.mark.parametrize("words", [
-    "one --base", "-m base --lora-scaled missing 0.8 --lora one", "convert --input one --target strange", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
+    "one --base", "convert --input one --target strange", "base --vae tuned", "batch jobs.json --rank 16", "replay base --base one -o x",
     "resize one two --new_rank 2", "combine --models one two --model_tuned base", "unmerge base --base base", "base one --weight 1,0,0,1,1,0 --fp16",
 ])  # fmt: skip
 def test_line_that_is_not_clear_is_not_written(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

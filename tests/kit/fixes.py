@@ -20,6 +20,8 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
+    "a merge quantises what it writes: lora-merge BASE ADAPTER --dtype q8_0":
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[llama-quantize base x Q4_K-parts12]",
     "name the files: lora-merge BASE ADAPTER":
         "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[accelerate launch --num_processes 1 train_network.py --pretrained_model base --network_weights one-parts12]",
     "write --max-memory …MiB":
