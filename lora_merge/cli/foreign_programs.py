@@ -12,9 +12,10 @@ from contextlib import suppress
 from itertools import dropwhile
 from typing import Any, Final, NamedTuple
 
+from ..adapter_arguments import of_tags
 from ..command import MERGE
 from ..errors import MergeError, UsageError
-from ..paths import ENDINGS, exists, expand, typed, words_of
+from ..paths import ENDINGS, exists, expand, is_file, typed, words_of
 from ..text import from_json
 from .compat import FOREIGN_COMMANDS
 from .corrected_line import is_adapter
@@ -29,8 +30,8 @@ OF_SHELL: Final = frozenset(
     ["pip", "pip3", "conda", "git", "hf", "huggingface-cli", "mv", "rm", "ls", "cd", "wget", "curl"]
 )
 """Programs that do nothing with weights."""
-PYTHON: Final = r"(?:\w+ *= *)?[A-Za-z_][\w.]*\("
-"""How a line of Python begins that calls a function."""
+PYTHON: Final = r"(?:\w+ *= *)?[A-Za-z_][\w.]*\(|(?:from|import) \w"
+"""How a line of Python begins."""
 NO_PROGRAM: Final = "there is neither such a command nor such a file"
 NAME_THE_FILES: Final = "name the files: `lora-merge BASE ADAPTER`"
 OF_FILES: Final = frozenset({Role.BASE, Role.ADAPTERS, Role.MODEL, Role.TUNED, "-o {}"})
@@ -107,11 +108,13 @@ def _trains(word: str) -> bool:
 def _check_task(args: Sequence[str], named: Sequence[str], words: Sequence[str]) -> None:
     """Raise UsageError for a program that does what this one does not."""
     line = " ".join(args)[:200]
-    if named and (any(map(_trains, named)) or "--train" in words):
+    if named and (
+        any(_trains(word) for word in named if word.endswith(".py") or word is not named[0]) or "--train" in words
+    ):
         raise UsageError(f"{named[0]} trains, and lora-merge merges what is trained", line, NAME_THE_FILES)
     if named and named[0] in OF_SHELL:
         raise UsageError(f"{named[0]} is a command of the shell", line, f"run it alone: {typed(args)}")
-    if named and re.search("quantize", named[0]):
+    if named and "quantize" in named[0] and not named[0].endswith(ENDINGS):
         fix = "a merge quantises what it writes: `lora-merge BASE ADAPTER --dtype q8_0`"
         raise UsageError(f"{named[0]} quantises models", line, fix)
 
@@ -155,21 +158,34 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _of_inputs(args: Sequence[str], commands: Collection[str]) -> Program | None:
     """Return inputs of nodes as options, or calls in Python; None for other lines."""
     text, words = " ".join(args), _with_node_inputs(args)
+    if args and all(map(of_tags, args)):
+        return Program("no base is named", text[:200], MERGE, words, certain=True)
     if len(args) == 1 and not exists(text) and re.match(PYTHON, text):
         return _of_python(text, commands)
-    if len(args) == 1 and not exists(text) and re.match(r"\s*[{\[]", text):
-        with suppress(ValueError):
-            words = [f"--{name}={value}" for name, value in _leaves(from_json(text))]
+    if len(args) == 1:
+        with suppress(ValueError, OSError, MergeError):
+            words = [f"--{name}={value}" for name, value in _leaves(from_json(_json_of(text)))] or words
     if not words or words == [*args]:
         return None
     what, advice = "these are inputs of another program", "name a base and an adapter"
     return Program(what, text[:200], MERGE, words, certain=True, advice=advice)
 
 
+def _json_of(text: str) -> str:
+    """Return the text of a workflow, or what was typed."""
+    if not text.endswith(".json") or not is_file(expand(text)):
+        return text
+    from ..files.file_signatures import LONGEST_BEGINNING
+    from ..files.yaml_source import read_text
+
+    workflow = read_text(expand(text), LONGEST_BEGINNING)
+    return workflow if "class_type" in workflow else ""
+
+
 def _of_python(text: str, commands: Collection[str]) -> Program:
     """Return calls in Python as words: strings that name files, numbers, and keywords as options."""
     words, command = list[str](), ""
-    with suppress(SyntaxError):
+    with suppress(SyntaxError):  # a placeholder, or a line that is cut
         calls = [node for node in ast.walk(ast.parse(text.strip())) if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: (call.func.end_lineno or 0, call.func.end_col_offset or 0)):
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))

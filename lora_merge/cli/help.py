@@ -250,6 +250,9 @@ def _corrected_line(error: Exception, text: str, command: str, known: Any, words
     example = next(iter(re.findall(r"^  (lora-merge .*)", epilog, re.MULTILINE)), "")
     flag = next(iter(re.findall(r"[Oo]ption '(--?[\w-]+)", text)), "")
     value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
+    if flag == "--rank" and "--max-rank" in words[:-1]:  # as mergekit names it
+        at = words.index("--max-rank")
+        return f"write {line([*words[:at], flag, *words[at + 1 :]])}; "
     value = value or {"-o": "out.safetensors", "--html": "report.html"}.get(flag, "")
     missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
     if value and missing is not None:
@@ -278,6 +281,9 @@ def _without_extra(words: Sequence[str], extra: Sequence[str], options: Sequence
     """Return how to correct a line with words for which its command has no place: one of them may be the output."""
     if words[0] == "verify" and (right := _without_recipe(words[1:], extra)):
         return f"write {line([*right, *options])}; "
+    each = [word for word in (*words[1:], *extra) if path_of(word) and is_adapter(path_of(word))]
+    if len(each) > len(extra) and not {"-o", "--output"} & {*options}:
+        return f"write {'; then '.join(line([words[0], word, *options]) for word in each)}; "
     word, *others = extra
     flag = "--rank" if right_form(word) else "--to" if takes("to", word) else "--output"
     flag = flag if flag in flags(known.params) else "--output"
