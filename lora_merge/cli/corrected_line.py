@@ -101,8 +101,9 @@ def check_fix(error: MergeError, refusal: Refusal, rounds: int = 3) -> bool:
             return False
         if (refused := refusal(words)) is None:
             return True
-        accepted = check_fix(refused, refusal, rounds - 1)
         mistake = f"{refused.what.written}; {refused.fix.written}"
+        accepted = check_fix(refused, refusal, rounds - 1)
+        mistake = f"{refused.what.written}; {refused.fix.written}" if accepted else mistake
         if accepted:
             right = words_of(refused.fix.written.rpartition("lora-merge ")[2])
             wrong = [word for word in words if word not in right]

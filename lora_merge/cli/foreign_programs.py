@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile
+from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple
 
 from ..adapter_arguments import of_tags
@@ -197,21 +198,23 @@ def _of_python(text: str, commands: Collection[str]) -> Program:
 
 
 def _words_of_call(name: str, call: ast.Call) -> Iterator[str]:
-    loads = re.search("from_|load", name)
+    keywords = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg}
+    file_in_folder, loads = keywords.pop("weight_name", None), re.search("from_|load", name)
     for value in map(_value, call.args):
         values = value if isinstance(value, list | tuple) else [value]
         numbers = [f"{number}" for number in values if isinstance(number, int | float) and not isinstance(number, bool)]
         files = [item for item in values if isinstance(item, str) and item]
-        if name.startswith("save"):
+        if isinstance(file_in_folder, str):
+            yield from (str(PurePosixPath(folder, file_in_folder)) for folder in files)
+        elif name.startswith("save"):
             yield from (f"--save-to={file}" for file in files[:1])
         else:
             yield from (file for file in files if loads or looks_like_path(file))
         if numbers:
             yield f"--weights={','.join(numbers)}"
-    for keyword in call.keywords:
-        value = _value(keyword.value)
-        if keyword.arg and value is not None:
-            yield f"--{keyword.arg}={str(value).lower() if isinstance(value, bool) else value}"
+    for keyword, value in keywords.items():
+        if value is not None:
+            yield f"--{keyword}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _value(node: ast.expr) -> Any:

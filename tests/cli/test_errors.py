@@ -98,7 +98,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("inspect base.safetensors --weight", 2, "there is no option --weight", "did you mean --weights?"),
     ("base.safetensors lora.safetensors --strength", 2, "requires an argument", "write its value after it"),
     ("base.safetensors lora.safetensors --html", 2, "requires an argument", "write lora-merge base.safetensors lora.safetensors --html report.html\n"),
-    ("average 0.25 lora ink", 2, "a weight is not a snapshot", "write lora-merge average lora ink --weights 0.25,0.75\n"),
+    ("average 0.25 lora ink", 2, "a weight is not a snapshot", "write lora-merge average --weights=0.25,0.75 lora ink\n"),
     ("average lora ink --weights a,b", 2, "'a,b' are no weights", "write lora-merge average lora ink --weights 0.5,0.5\n"),
     ("convert lora --to comfy --dtype int4", 2, "adapters are not quantised", "write lora-merge convert lora --to comfy --dtype bf16 --base base.safetensors\n"),
     ("resize lora --rank half", 2, "not a rule for ranks", "write lora-merge resize lora --rank 16\n"),
