@@ -11,8 +11,8 @@ The clusters are those of Lloyd's algorithm with the steps of scikit-learn 1.9, 
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from .base import ON_CPU, SEEDED, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, flat
@@ -34,28 +34,19 @@ VECTOR_TOLERANCE: Final = 0.05
 """The largest distance between a stored singular vector of length 1 and the rebuilt one; rounding to bf16 gives a
 hundredth of it."""
 
-_OPTIONAL: Final = [
-    ("bias", "Tensor | None", field(default=None)),  # [n, out, 1]; the base's
-    ("seed", "int", field(default=0)),  # `random_seed`
-    (
-        "order",
-        "Indices | None",
-        field(default=None),
-    ),  # weight row → row of the stacked groups, [n, out]; not stored
-    *((f"{side}_{i}", "Tensor | None", field(default=None)) for i in range(1, MOST_GROUPS) for side in ("down", "up")),
-]
+_FIELDS: Final = {
+    "space": "Tensor",  # P, [n, r, in] or, of a layer with a bias, [n, r, in + 1]
+    "weight": "Tensor",  # [n, out, in]; the base's
+    "down_0": "Tensor",  # A, [n, rᵢ, r]
+    "up_0": "Tensor",  # B, [n, rows of the group, rᵢ]
+    "seed": "int",  # `random_seed`
+    "bias": "Tensor | None",  # [n, out, 1]; the base's
+    "order": "Indices | None",  # weight row → row of the stacked groups, [n, out]; not stored
+    **{f"{side}_{i}": "Tensor | None" for i in range(1, MOST_GROUPS) for side in ("down", "up")},
+}
 
-AdamssTensors = make_dataclass(
-    "AdamssTensors",
-    [
-        ("space", "Tensor"),  # P, [n, r, in] or, of a layer with a bias, [n, r, in + 1]
-        ("weight", "Tensor"),  # [n, out, in]; the base's
-        ("down_0", "Tensor"),  # A, [n, rᵢ, r]
-        ("up_0", "Tensor"),  # B, [n, rows of the group, rᵢ]
-        *_OPTIONAL,
-    ],
-    frozen=True,
-)
+AdamssTensors = namedtuple("AdamssTensors", _FIELDS, defaults=(0, *[None] * (len(_FIELDS) - 5)))  # type: ignore[misc]
+AdamssTensors.__annotations__ = _FIELDS
 
 
 def kmeans(points: Any, count: int) -> Any:

@@ -9,7 +9,7 @@ import torch themselves, because a plan is made from shapes alone and must start
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from functools import cached_property
 from math import isfinite, prod
 from types import MappingProxyType
@@ -154,7 +154,7 @@ class Bypass:
 class Algorithm:
     """One row of the table.
 
-    The fields of the `tensors` dataclass say what the formula needs, by annotation: `Tensor` /
+    The fields of the named tuple `tensors` say what the formula needs, by annotation: `Tensor` /
     `Tensor | None` is a slot filled from the file (required / optional), `Indices` an integer slot,
     `Scalar` a number per layer, anything else a setting that is equal for the whole stack.
     """
@@ -287,10 +287,16 @@ class Algorithm:
         return self.accumulate is not None and self.low_rank is not None and not self.reads_base
 
     @cached_property
+    def _fields(self) -> Mapping[str, str]:
+        """Field of `tensors` → its annotation."""
+        kinds = self.tensors.__annotations__
+        return {name: str(getattr(kind, "__forward_arg__", kind)) for name, kind in kinds.items()}
+
+    @cached_property
     def slots(self) -> Mapping[str, bool]:
         """Slot → whether it is required, from the annotations of `tensors`."""
         kinds = {"Tensor": True, "Indices": True, "Tensor | None": False, "Indices | None": False}
-        return MappingProxyType({f.name: kinds[str(f.type)] for f in fields(self.tensors) if str(f.type) in kinds})
+        return MappingProxyType({name: kinds[kind] for name, kind in self._fields.items() if kind in kinds})
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -300,18 +306,19 @@ class Algorithm:
     @cached_property
     def integer_slots(self) -> frozenset[str]:
         """Slots whose tensors stay integers."""
-        return frozenset(f.name for f in fields(self.tensors) if str(f.type).startswith("Indices"))
+        return frozenset(name for name, kind in self._fields.items() if kind.startswith("Indices"))
 
     @cached_property
     def scalars(self) -> frozenset[str]:
         """Fields that hold one number per layer."""
-        return frozenset(f.name for f in fields(self.tensors) if str(f.type) == "Scalar")
+        return frozenset(name for name, kind in self._fields.items() if kind == "Scalar")
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """Setting → default, or MISSING if the adapter's configuration must give a value."""
-        taken = set(self.slots) | self.scalars
-        return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
+        defaults = self.tensors._field_defaults
+        names = (name for name in self._fields if name not in self.slots and name not in self.scalars)
+        return MappingProxyType({name: defaults.get(name, MISSING) for name in names})
 
     def missing_settings(self, stated: Mapping[str, Any]) -> list[str]:
         """Return the settings without a default that are not in `stated`."""

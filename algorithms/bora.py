@@ -7,8 +7,7 @@ three factors in place of two (lora_xs.py) and is refused, as a file with both i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, alpha_over, expect_shapes, flat, length
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class BoraTensors:
+class BoraTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     up: Tensor  # B, [n, out, rank]

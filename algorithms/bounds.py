@@ -7,8 +7,7 @@ the GPU unusable for the process. Texts are checked before `int` reads them, bec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +16,7 @@ MOST_DIGITS: Final = 20
 """The most digits of a number in a text; 2**64 has 20."""
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The whole numbers from `low` up to, but not including, `end`."""
 
     low: int

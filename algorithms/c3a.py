@@ -6,8 +6,7 @@ The kernel [out/b, in/b, b] gives block (i, j) the entries C[p, q] = kernel[i, j
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class C3aTensors:
+class C3aTensors(NamedTuple):
     """The first row of every block."""
 
     kernel: Tensor  # [n, out/b, in/b, b]

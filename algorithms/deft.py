@@ -5,8 +5,7 @@ From the stored P: `relu` takes Q = P and Pᵀ → relu(P)ᵀ, `qr` takes the or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import AlphaOverRank, Factorisation, Shape, Shapes, expect, expect_shapes, flat, of_factors, rank_of
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class DeftTensors:
+class DeftTensors(NamedTuple):
     """The subspace that is removed from the weight, and its new content."""
 
     subspace: Tensor  # P, [n, out, r]

@@ -6,9 +6,8 @@ aᵢ are the rows of A, bᵢ the columns of B, w the stored column norms of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Factorisation, Shape, Shapes, expect, flat, length, of_factors, rank_of, shape_of_pair
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 SMALLEST_NORM = 1e-4  # PEFT tuners/delora/layer.py
 
 
-@dataclass(frozen=True)
-class DeloraTensors:
+class DeloraTensors(NamedTuple):
     """Two factors, and the numbers that scale them."""
 
     up: Tensor  # B, [n, out, r]

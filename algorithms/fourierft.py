@@ -7,9 +7,8 @@ positions, drawn from `random_loc_seed` on the CPU."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, flat
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from .base import Indices, Scalar
 
 
-@dataclass(frozen=True)
-class FourierTensors:
+class FourierTensors(NamedTuple):
     """The coefficients and their positions."""
 
     spectrum: Tensor  # [n, m]

@@ -13,8 +13,7 @@ machines do not agree, and the layers are refused; the same steps in fp64 show t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .base import (
     LAYER_SLOT,
@@ -113,8 +112,7 @@ def drawn_places(widths: Sequence[int], share: float, seed: int) -> Tensor:
     return places
 
 
-@dataclass(frozen=True)
-class FrodTensors:
+class FrodTensors(NamedTuple):
     """The shared basis, and the trained weight in that basis."""
 
     diagonal: Tensor  # l, [n, in]

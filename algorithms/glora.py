@@ -10,9 +10,8 @@ pass multiplied by α / r twice, so the trained scale is (α / r)². With rs_lor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class GloraTensors:
+class GloraTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     a1: Tensor  # [n, in, r]; old [n, r, cols]
@@ -157,7 +155,7 @@ def accumulate_old(acc: Tensor, t: GloraTensors, strength: Tensor) -> None:
 
 
 def _renamed(t: GloraTensors) -> GloraTensors:
-    return replace(t, a1=t.a2, a2=t.a1, b1=t.b2, b2=t.b1)
+    return t._replace(a1=t.a2, a2=t.a1, b1=t.b2, b2=t.b1)
 
 
 GLORA = Algorithm(

@@ -6,8 +6,7 @@ Section 3."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, AlphaOverRank, Shape, Shapes, expect, extra_pair, flat
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class GraloraTensors:
+class GraloraTensors(NamedTuple):
     """The factors of the blocks, and of the plain LoRA."""
 
     inputs: Tensor  # A, [n, k (m), in/k, k (j), ρ]

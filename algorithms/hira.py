@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, factor_pair, flat, same_inputs
 
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class HiraTensors:
+class HiraTensors(NamedTuple):
     """A pair of factors."""
 
     up: Tensor  # B, [n, out, r]; of an embedding [n, dim, r]

@@ -7,8 +7,7 @@ their span."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import Checks, Factorisation, Shape, Shapes, expect, flat, length, of_factors, rank_of
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class HraTensors:
+class HraTensors(NamedTuple):
     """Reflection vectors as columns."""
 
     vectors: Tensor  # [n, cols, r]

@@ -7,9 +7,8 @@ PEFT stores the factor itself, see peft_ia3.py. The bias is scaled in bypass mod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Bypass, Checks, Shape, Shapes, expect
 from .bounds import below
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from .base import Indices
 
 
-@dataclass(frozen=True)
-class Ia3Tensors:
+class Ia3Tensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     diff: Tensor  # w, [n, groups, in] if the shapes allow inputs, else [n, out, 1]

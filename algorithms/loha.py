@@ -8,9 +8,8 @@ stored as (r, out). LyCORIS lycoris/modules/loha.py; the scale applies once, as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .base import (
     Algorithm,
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 ADDED_ELEMENTS: Final = 2**20  # elements that are added at a time: 4 MiB in fp32
 
 
-@dataclass(frozen=True)
-class LohaTensors:
+class LohaTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     w1_a: Tensor  # [n, out, r]; with a core [n, r, out]

@@ -12,9 +12,8 @@ columns with w2's columns and kernel. PEFT trains that product, so it is merged 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Bypass, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class LokrTensors:
+class LokrTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked; out = l·p, cols = m·q."""
 
     scale: Scalar  # c

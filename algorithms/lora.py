@@ -11,11 +11,10 @@ it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r if a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import (
     Bypass,
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class LoraTensors:
+class LoraTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     up: Tensor  # B, [n, out, r]

@@ -3,9 +3,8 @@ BEFT (scale 1)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, AlphaOverRank, Shape, Shapes, expect, flat
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class BiasTensors:
+class BiasTensors(NamedTuple):
     """The stored vector."""
 
     diff: Tensor  # v, [n, out, 1]

@@ -6,8 +6,7 @@ A holds the (r, in) of all layers one below the other, B_j is (rows of layer j, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, flat, of_factors, rank_of
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class LoraBlocksTensors:
+class LoraBlocksTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     up_0: Tensor  # B_0, [n, rows of the first layer, r]

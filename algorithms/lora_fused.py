@@ -7,8 +7,7 @@ keys and values are grouped, so `parts` gives them. litgpt/lora.py, LoRAQKVLinea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import Algorithm, Checks, Factorisation, Shape, Shapes, alpha_over, expect, flat, rank_of
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class LoraFusedTensors:
+class LoraFusedTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked; p trained parts."""
 
     up: Tensor  # B, [n, rows of all trained parts, r]

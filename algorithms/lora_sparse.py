@@ -11,9 +11,8 @@ instead of the change (4.1.3, `small_conv`), so S includes the base: at the posi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import lora
 from .base import Algorithm, Checks, Shape, Shapes, alpha_over, expect, flat, shape_of_pair
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from .base import Indices, Scalar
 
 
-@dataclass(frozen=True)
-class LoraSparseTensors:
+class LoraSparseTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     up: Tensor  # [n, out, r]
@@ -39,8 +37,7 @@ class LoraSparseTensors:
     scale: Scalar  # α / r
 
 
-@dataclass(frozen=True)
-class LoraSparseTuckerTensors:
+class LoraSparseTuckerTensors(NamedTuple):
     """The tensors of LoraSparseTensors with a Tucker core."""
 
     up: Tensor  # [n, out, r]

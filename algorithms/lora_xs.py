@@ -6,8 +6,7 @@ Stable Audio 3 writes it, with DoRA's magnitude or without; stable_audio_3/model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Factorisation, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class LoraXsTensors:
+class LoraXsTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     left: Tensor  # U, [n, out, r]

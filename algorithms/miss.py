@@ -9,8 +9,7 @@ miss_bat:  D [out/r, r, r],  ΔW[a, :, b, :] = (W[a, :, b, :] + I) · D[a], with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Factorisation, Shape, Shapes, expect, flat, rank_of
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class MissTensors:
+class MissTensors(NamedTuple):
     """The block."""
 
     block: Tensor  # [n, r, out], [n, r, m] or [n, out/r, r, r]

@@ -9,9 +9,8 @@ itself. The formulas use R − I, which keeps the digits of small rotations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, isnan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Bypass, Shape, Shapes, expect, flat, length
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class OftTensors:
+class OftTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked; out = k·b."""
 
     blocks: Tensor  # X, [n, k, b, b]; butterfly [n, m, k, b, b]
@@ -72,8 +70,7 @@ def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
     return turned.mul_(2)
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """The rotations of the blocks."""
 
     turned: Tensor  # R − I, [n, k, b, b]
@@ -101,8 +98,7 @@ def _rotated(base: Tensor, turned: Tensor) -> Tensor:
     return (turned.mT @ base.view(n, -1, turned.shape[-1], cols)).view(base.shape)
 
 
-@dataclass(frozen=True)
-class OftDiagTensors:
+class OftDiagTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     blocks: Tensor  # R, [n, k, b, b] or [n, 1, b, b]

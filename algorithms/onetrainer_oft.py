@@ -9,9 +9,8 @@ stored values are 2√(b−1) times too large.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 from .peft_oft import block_size, skew_blocks, tiles
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class OneTrainerOftTensors:
+class OneTrainerOftTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked; cols = k·b."""
 
     skew: Tensor  # upper triangles of S, row by row, [n, k, b(b−1)/2]; k = 1: shared

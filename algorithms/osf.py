@@ -6,8 +6,7 @@ smallest triples of the exact base."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Factorisation, Shape, Shapes, expect, flat
 from .pissa import triple_factors, triples
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class OsfTensors:
+class OsfTensors(NamedTuple):
     """The trained triples."""
 
     left: Tensor  # U, [n, out, m]

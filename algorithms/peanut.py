@@ -7,9 +7,8 @@ of the decoder that mirrors it. PEFT tuners/peanut/layer.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .base import Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, expect_shapes
 
@@ -30,8 +29,7 @@ ACTIVATION_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = Mappi
 """Name in transformers → name in torch.nn.functional, and its arguments."""
 
 
-@dataclass(frozen=True)
-class PeanutTensors:
+class PeanutTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     down: Tensor  # A, [n, r, out]

@@ -5,9 +5,8 @@ M = M_{N−1} … M_0 with M_i = P_i diag(R_i) P_iᵀ: stage i gathers pairs of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 from .oft import stretch
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 MOST_STAGES = 32  # enough for 2^32 blocks
 
 
-@dataclass(frozen=True)
-class BoftTensors:
+class BoftTensors(NamedTuple):
     """Butterfly factors, and a scale for every row."""
 
     blocks: Tensor  # X, [n, N, k, b, b]

@@ -9,9 +9,8 @@ trained too (`bias`), the adapter stores the trained bias, which then takes the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, expect_shapes, flat
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class PeftGloraTensors:
+class PeftGloraTensors(NamedTuple):
     """A and B, each either one tensor of [n, out or 1, cols or 1] or a pair of factors."""
 
     a: Tensor | None = None
@@ -31,8 +29,7 @@ class PeftGloraTensors:
     b_down: Tensor | None = None  # [n, r, cols]
 
 
-@dataclass(frozen=True)
-class PeftGloraBiasTensors:
+class PeftGloraBiasTensors(NamedTuple):
     """C, D and E, and the weight of the same layer before the merge."""
 
     d: Tensor  # [n, out or 1, 1]

@@ -6,9 +6,8 @@ their input); the vector of a convolution has the same shape for both axes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 
@@ -16,15 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class OutTensors:
+class OutTensors(NamedTuple):
     """One factor per row."""
 
     factor: Tensor  # [n, out, 1]
 
 
-@dataclass(frozen=True)
-class InTensors:
+class InTensors(NamedTuple):
     """One factor per input."""
 
     factor: Tensor  # [n, groups, in]

@@ -16,10 +16,9 @@ PEFT tuners/oft/layer.py of 0.13.2, 0.15.2, 0.17.0, 0.21.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import isqrt
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .base import Algorithm, Checks, Shape, Shapes, expect, flat, length
 from .bounds import below
@@ -34,8 +33,7 @@ TERMS: Final = MappingProxyType({"terms": lambda _shapes, _target: [below(101)]}
 """At most 100 terms of the series: further terms change no digit, and each costs a matrix product."""
 
 
-@dataclass(frozen=True)
-class PeftOftTensors:
+class PeftOftTensors(NamedTuple):
     """The upper triangles of the blocks."""
 
     skew: Tensor  # [n, k, b(b−1)/2]
@@ -45,8 +43,7 @@ class PeftOftTensors:
     shared: bool = True  # `block_share`: whether one block may be shared by all inputs
 
 
-@dataclass(frozen=True)
-class FirstTensors:
+class FirstTensors(NamedTuple):
     """The whole blocks."""
 
     blocks: Tensor  # X, [n, k, b, b]
@@ -54,8 +51,7 @@ class FirstTensors:
     shared: bool = True
 
 
-@dataclass(frozen=True)
-class SecondTensors:
+class SecondTensors(NamedTuple):
     """The whole blocks, and a scale for every row."""
 
     blocks: Tensor  # X, [n, k, b, b]
@@ -128,8 +124,7 @@ def tiles(count: int, size: int, width: int) -> bool:
     return count * size == width or (count == 1 and width % size == 0)
 
 
-@dataclass(frozen=True)
-class PeftRotation:
+class PeftRotation(NamedTuple):
     """The rotations of the blocks."""
 
     turned: Tensor  # R − I, [n, k or 1, b, b]; butterfly [n, N, k, b, b]
@@ -163,7 +158,7 @@ def delta(base: Tensor, t: PeftRotation) -> Tensor:
 
 def prepare_embedding(t: PeftOftTensors) -> PeftRotation:
     """Return the transposed rotations: the rows of an embedding are outputs, so ΔW = W (diag(R) − I)."""
-    return prepare(replace(t, skew=-t.skew))
+    return prepare(t._replace(skew=-t.skew))
 
 
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:

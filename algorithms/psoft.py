@@ -9,8 +9,7 @@ and columns scaled. B and A are not stored: they follow from the base.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import ON_CPU, SEEDED, Algorithm, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class PsoftTensors:
+class PsoftTensors(NamedTuple):
     """The tensors of R, and the subspace."""
 
     turn: Tensor  # the upper triangle of a skew matrix [n, 1, r(r−1)/2], row by row; free: R itself [n, r, r]
@@ -39,8 +37,7 @@ class PsoftTensors:
     seed: int = 0  # `random_seed`
 
 
-@dataclass(frozen=True)
-class TurnedFactors:
+class TurnedFactors(NamedTuple):
     """The two factors of ΔW."""
 
     left: Tensor  # B (R − I), [n, out, r]

@@ -11,9 +11,8 @@ or as −1, 0 and 1 if they are sparse, and divided by their standard deviation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect, flat
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class RandTensors:
+class RandTensors(NamedTuple):
     """The scales of each layer, and the bases that all layers share."""
 
     rank_scale: Tensor  # λ, [n, r, N]

@@ -7,9 +7,8 @@ road_4 separately for f and g; the number of values gives the variant."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import Algorithm, Checks, Shape, Shapes, expect, flat
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class RoadTensors:
+class RoadTensors(NamedTuple):
     """The angles and the factors."""
 
     theta: Tensor  # [n, out/2], [n, out] or [n, 2·out]

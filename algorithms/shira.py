@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Checks, Shape, Shapes, expect, flat
 from .bounds import below
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from .base import Indices
 
 
-@dataclass(frozen=True)
-class ShiraTensors:
+class ShiraTensors(NamedTuple):
     """The values and their positions."""
 
     values: Tensor  # [n, m]

@@ -7,9 +7,8 @@ tuners/supertuning/layer.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import ON_CPU, Algorithm, AlphaOverRank, Checks, LoadedModule, Rebuild, Shape, Shapes, expect, extra_pair
 from .bounds import below
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from .base import Indices, Scalar
 
 
-@dataclass(frozen=True)
-class SuperTensors:
+class SuperTensors(NamedTuple):
     """The values, their positions, and optionally a pair of factors."""
 
     values: Tensor  # [n, m]

@@ -5,8 +5,7 @@ The shapes differ from formula to formula: each has n in front of what its `fitt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from .base import Scalar
 
 
-@dataclass(frozen=True)
-class FactorPair:
+class FactorPair(NamedTuple):
     """Two factors with a scale."""
 
     up: Tensor  # B
@@ -23,8 +21,7 @@ class FactorPair:
     scale: Scalar  # α / r
 
 
-@dataclass(frozen=True)
-class ScaledPair:
+class ScaledPair(NamedTuple):
     """Two factors with a diagonal matrix between them, and a scale."""
 
     up: Tensor  # B, [n, out, r]
@@ -33,8 +30,7 @@ class ScaledPair:
     scale: Scalar
 
 
-@dataclass(frozen=True)
-class PairWithoutAlpha:
+class PairWithoutAlpha(NamedTuple):
     """Two factors whose file stores no α."""
 
     up: Tensor  # B

@@ -7,8 +7,7 @@ plus the number of the layer. That number also chooses which v a layer uses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import SEEDED, Checks, Factorisation, Shape, Shapes, expect, expect_shapes, flat, of_factors, rank_of
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class TinyTensors:
+class TinyTensors(NamedTuple):
     """The frozen factors, and the tensors of the matrix between them."""
 
     up: Tensor  # B, [n, out, r]

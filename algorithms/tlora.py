@@ -9,8 +9,7 @@ network arguments) the file is refused. All ranks are used, as at the end of den
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import Algorithm, Bypass, Checks, Factorisation, Shape, Shapes, alpha_over, expect, flat
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 SIG_TYPES = ("principal", "last", "middle")
 
 
-@dataclass(frozen=True)
-class TloraTensors:
+class TloraTensors(NamedTuple):
     """The adapter tensors of n layers of equal shape, stacked."""
 
     p: Tensor  # [n, out, r]

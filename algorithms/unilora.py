@@ -8,9 +8,8 @@ lora_merge/matching/layer_order.py. PEFT 0.21.2 tuners/unilora/model.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .base import Checks, Factorisation, LoadedModule, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
 from .bounds import COUNT, Bounds, below
@@ -24,8 +23,7 @@ MOST_INDICES: Final = 2**29
 """The most values of all layers together: 4 GiB of indices."""
 
 
-@dataclass(frozen=True)
-class UniTensors:
+class UniTensors(NamedTuple):
     """The shared vector, and for every number of both factors its index in the vector and its scale."""
 
     bank: Tensor  # θ, [n, values]; shared

@@ -7,8 +7,7 @@ logits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Checks, Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 from .bounds import COUNT, Bounds, below
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from .base import Indices
 
 
-@dataclass(frozen=True)
-class VbTensors:
+class VbTensors(NamedTuple):
     """The logits over the bank."""
 
     down: Tensor  # [n, r, in/L, vectors]
@@ -29,8 +27,7 @@ class VbTensors:
     top: int  # `topk`
 
 
-@dataclass(frozen=True)
-class VbTopTensors:
+class VbTopTensors(NamedTuple):
     """The k chosen vectors, and all their weights except the last, which makes the sum 1."""
 
     down_choice: Indices  # [n, r, in/L, k]

@@ -10,9 +10,8 @@ all versions so far."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import SEEDED, Checks, Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class VeraTensors:
+class VeraTensors(NamedTuple):
     """The scales of each layer, and the projections that all layers share."""
 
     out_scale: Tensor  # b, [n, out, 1]

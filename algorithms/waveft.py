@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import SEEDED, Algorithm, AlphaOverRank, Checks, Shape, Shapes, expect
 from .fourierft import fitted_shapes, places
@@ -36,8 +35,7 @@ def low_pass() -> Mapping[str, list[float]]:
     return table
 
 
-@dataclass(frozen=True)
-class WaveTensors:
+class WaveTensors(NamedTuple):
     """The coefficients and their positions."""
 
     spectrum: Tensor  # [n, m]

@@ -9,8 +9,7 @@ lycoris/modules/full.py. `set`: the trained value itself is stored (`set_weight`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .base import Algorithm, Shape, Shapes, expect, flat, same_inputs
 
@@ -18,15 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class FullTensors:
+class FullTensors(NamedTuple):
     """The stored change or trained value."""
 
     diff: Tensor  # [n, out, cols]
 
 
-@dataclass(frozen=True)
-class FullRankTensors:
+class FullRankTensors(NamedTuple):
     """The stored change under ai-toolkit's name."""
 
     down: Tensor  # [n, out, cols]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache
 from math import inf, isfinite, prod
 from typing import Any, Final
@@ -205,9 +205,9 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def move(tensors: Any, at: Placement) -> Any:
-    """Return a copy of a dataclass with its tensors at the placement."""
-    values = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
-    return replace(tensors, **{k: stage([v], at).squeeze(0) for k, v in values.items() if isinstance(v, Tensor)})
+    """Return a copy of a named tuple with its tensors at the placement."""
+    staged = {name: stage([v], at).squeeze(0) for name, v in tensors._asdict().items() if isinstance(v, Tensor)}
+    return tensors._replace(**staged)
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 def tensors_of(s: Stacked) -> dict[str, Tensor]:
     """All tensors that the formula is given."""
-    held = {f.name: getattr(s.tensors, f.name) for f in fields(s.tensors)}
+    held = s.tensors._asdict()
     return {"base": s.base, **{k: v for k, v in held.items() if isinstance(v, Tensor)}}
 
 
 def with_tensors(s: Stacked, changed: dict[str, Tensor]) -> Stacked:
     base = changed.pop("base", s.base)
-    return replace(s, base=base, tensors=replace(s.tensors, **changed))
+    return replace(s, base=base, tensors=s.tensors._replace(**changed))
 
 
 @pytest.mark.few(17)

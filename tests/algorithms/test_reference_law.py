@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -69,7 +69,7 @@ EXTRA: dict[str, list[Example]] = {
 def given(name: str, example: Example, made: Stacked, rows: np.ndarray | None = None) -> FormulaInput:
     """The first layer as a reference formula takes it."""
     row = ALGORITHMS[name]
-    held = {f.name: getattr(made.tensors, f.name) for f in fields(made.tensors)}
+    held = made.tensors._asdict()
     tensors = {s: held[s][0].numpy() for s in row.slots if isinstance(held.get(s), torch.Tensor)}
     numbers = {n: float(held[n].reshape(-1)[0]) for n in row.scalars}
     base = made.base[0].numpy()
