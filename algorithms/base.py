@@ -287,7 +287,7 @@ class Algorithm:
         return self.accumulate is not None and self.low_rank is not None and not self.reads_base
 
     @cached_property
-    def _fields(self) -> Mapping[str, str]:
+    def annotations(self) -> Mapping[str, str]:
         """Field of `tensors` → its annotation."""
         kinds = self.tensors.__annotations__
         return {name: str(getattr(kind, "__forward_arg__", kind)) for name, kind in kinds.items()}
@@ -296,7 +296,7 @@ class Algorithm:
     def slots(self) -> Mapping[str, bool]:
         """Slot → whether it is required, from the annotations of `tensors`."""
         kinds = {"Tensor": True, "Indices": True, "Tensor | None": False, "Indices | None": False}
-        return MappingProxyType({name: kinds[kind] for name, kind in self._fields.items() if kind in kinds})
+        return MappingProxyType({name: kinds[kind] for name, kind in self.annotations.items() if kind in kinds})
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -306,18 +306,18 @@ class Algorithm:
     @cached_property
     def integer_slots(self) -> frozenset[str]:
         """Slots whose tensors stay integers."""
-        return frozenset(name for name, kind in self._fields.items() if kind.startswith("Indices"))
+        return frozenset(name for name, kind in self.annotations.items() if kind.startswith("Indices"))
 
     @cached_property
     def scalars(self) -> frozenset[str]:
         """Fields that hold one number per layer."""
-        return frozenset(name for name, kind in self._fields.items() if kind == "Scalar")
+        return frozenset(name for name, kind in self.annotations.items() if kind == "Scalar")
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """Setting → default, or MISSING if the adapter's configuration must give a value."""
         defaults = self.tensors._field_defaults
-        names = (name for name in self._fields if name not in self.slots and name not in self.scalars)
+        names = (name for name in self.annotations if name not in self.slots and name not in self.scalars)
         return MappingProxyType({name: defaults.get(name, MISSING) for name in names})
 
     def missing_settings(self, stated: Mapping[str, Any]) -> list[str]:

@@ -471,7 +471,7 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
 @cache
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
     """Return name → (what the value must be, test of a value) for all settings of formulas, and for those of places."""
-    kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
+    kinds = {name: row.annotations[name] for row in ALGORITHMS.values() for name in row.settings}
     return {
         name: SETTING_KINDS[kind]
         for name, kind in {**kinds, SETTING: "bool", ROW_ORDER: "order"}.items()
@@ -481,8 +481,8 @@ def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
 
 def _settings(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Return the settings sorted, with tuples for lists; UsageError for a name or a value that no formula takes."""
-    known = _known_settings()
     values = {name: _frozen(value) for name, value in pairs(settings, "--setting")}
+    known = _known_settings() if values else {}
     for name, value in values.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
