@@ -230,9 +230,10 @@ def with_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a line with the files and the output of a configuration, such as one of Axolotl, as options in its place,
     but those of which the line has one; and the configurations. UsageError for one of mergekit."""
     words, files = list[str](), list[str]()
-    stated = {_role(arg) for arg in args if arg.startswith("-")}
+    configurations = [word for word in args if word.endswith((".yaml", ".yml")) and exists(word)]
+    stated = {_role(arg) for arg in args if configurations and arg.startswith("-")}
     for word in args:
-        fields = _fields(word) if word.endswith((".yaml", ".yml")) and exists(word) else {}
+        fields = _fields(word) if word in configurations else {}
         roles = {name: _role(f"--{name}") for name, value in fields.items() if isinstance(value, str)}
         roles = {name: role for name, role in roles.items() if role in OF_FILES - stated}
         paths = {name for name in roles if looks_like_path(fields[name]) and name != "adapter"}  # a kind, of Axolotl
