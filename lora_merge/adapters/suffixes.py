@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..algorithms import ALGORITHMS
 from .peft.methods import PEFT_METHODS, STACKED_ROWS
@@ -41,48 +40,45 @@ SHARED_SLOTS: Final = MappingProxyType(
         "reshape": "integers: the shape to which the base is padded with zeros first",
     }
 )
-"""Slots that may accompany any algorithm and are not a field of its dataclass."""
+"""Slots that may accompany any algorithm and are not a field of its tensors."""
 
 _PAIR: Final = r"\.(up|down)\.weight"
 
-KEY_REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
-    (sign, re.compile(pattern, re.DOTALL), template)
-    for sign, pattern, template in (
-        # old diffusers attached the LoRA to the attention processor, not to the layer
-        (r"_lora\.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
-        (r"_lora\.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
-        # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
-        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
-        (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
-        (r"_lora1\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
-        (r"_lora2\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
-        (r"_lora\.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
-        (r"_lora\.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
-        (r"_lora\.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
-        (r"_lora\.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
-        # Custom Diffusion's processors hold whole layers, which are used in place of the attention's own
-        (
-            "_custom_diff",
-            r"(.*)\.processor\.(to_\w+)_custom_diffusion((?:\.0)?\.(?:weight|bias))",
-            r"\1.\2\3.set_weight",
-        ),
-        # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
-        (r"\.lora_(?:up|down)\.\d", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
-        (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
-        # LongCat-Video: one `up` for each layer in a fused one, one `down` below the other
-        (r"\.lora_up\.blocks\.", r"(.*)\.lora_up\.blocks\.(\d)\.weight", r"\1.lora_up_\2.weight"),
-        # torch's parametrize puts what changes a weight below it (Stable Audio 3, minLoRA)
-        (r"\.parametrizations\.", r"(.*)\.parametrizations\.weight\.\d+\.(.*)", r"\1.\2"),
-        # LLMs-from-scratch wraps the layer and keeps it as `linear`
-        (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
-        # Tinker's name of the head (thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_utils.py)
-        ("unembed_tokens", r"(.*?)(?:(?<=model\.)model\.)?unembed_tokens\.(.*)", r"\1lm_head.\2"),
-        # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
-        (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
-        # Flux control LoRAs carry whole norm scales under the base's own names
-        (r"_norm\.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
-        ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
-    )
+KEY_REWRITES: Final = (
+    # old diffusers attached the LoRA to the attention processor, not to the layer
+    (r"_lora\.", rf"(.*\.self_attn)\.to_out_lora{_PAIR}", r"\1.out_proj.lora.\2.weight"),
+    (r"_lora\.", rf"(.*\.self_attn)\.to_([qkv])_lora{_PAIR}", r"\1.\2_proj.lora.\3.weight"),
+    # XLabs Flux; on single blocks the LoRA covers q, k, v only: the first rows of linear1
+    (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.qkv_lora{_PAIR}", r"\1.linear1_qkv.lora.\2.weight"),
+    (r"_lora\.", rf"(.*single_blocks\.\d+)\.processor\.proj_lora{_PAIR}", r"\1.linear2.lora.\2.weight"),
+    (r"_lora1\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora1{_PAIR}", r"\1.img_attn.\2.lora.\3.weight"),
+    (r"_lora2\.", rf"(.*double_blocks\.\d+)\.processor\.(qkv|proj)_lora2{_PAIR}", r"\1.txt_attn.\2.lora.\3.weight"),
+    (r"_lora\.", r"(.*)\.processor\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+    (r"_lora\.", r"(.*)\.processor\.(\w+)_lora\.(.*)", r"\1.\2.lora.\3"),
+    (r"_lora\.", r"(.*)\.to_out_lora\.(.*)", r"\1.to_out.0.lora.\2"),
+    (r"_lora\.", r"(.*)_lora\.((?:up|down)\.weight|alpha)", r"\1.lora.\2"),
+    # Custom Diffusion's processors hold whole layers, which are used in place of the attention's own
+    (
+        "_custom_diff",
+        r"(.*)\.processor\.(to_\w+)_custom_diffusion((?:\.0)?\.(?:weight|bias))",
+        r"\1.\2\3.set_weight",
+    ),
+    # one module whose rows were trained in parts (musubi-tuner, kohya Flux split_qkv and OFT)
+    (r"\.lora_(?:up|down)\.\d", r"(.*)\.lora_(up|down)\.(\d+)\.weight", r"\1/\3.lora_\2.weight"),
+    (r"\.oft_blocks\.", r"(.*)\.oft_blocks\.(\d+)", r"\1/\2.oft_blocks"),
+    # LongCat-Video: one `up` for each layer in a fused one, one `down` below the other
+    (r"\.lora_up\.blocks\.", r"(.*)\.lora_up\.blocks\.(\d)\.weight", r"\1.lora_up_\2.weight"),
+    # torch's parametrize puts what changes a weight below it (Stable Audio 3, minLoRA)
+    (r"\.parametrizations\.", r"(.*)\.parametrizations\.weight\.\d+\.(.*)", r"\1.\2"),
+    # LLMs-from-scratch wraps the layer and keeps it as `linear`
+    (r"\.lora\.", r"(.*)\.lora\.([AB])", r"\1.linear.lora.\2"),
+    # Tinker's name of the head (thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_utils.py)
+    ("unembed_tokens", r"(.*?)(?:(?<=model\.)model\.)?unembed_tokens\.(.*)", r"\1lm_head.\2"),
+    # MiniMax-H3: the adapter's name states the order of the rows (architectures/minimax_h3.yaml)
+    (r"\.default", r"(.*\bblocks\.\d+\.attn\.qkv_proj)\.(lora_\w+)\.default(.*)", r"\1.default.\2\3"),
+    # Flux control LoRAs carry whole norm scales under the base's own names
+    (r"_norm\.scale", r"(.*\.(?:query|key)_norm\.scale)", r"\1.set_weight"),
+    ("_alpha", r"(.*)(?<!\.lora)(?<!\.road)_alpha", r"\1.alpha"),
 )
 """(pattern of a text in the key, pattern of the whole key, the key in a known spelling); the first match is applied."""
 
@@ -91,14 +87,13 @@ _SIGNS: Final = re.compile("|".join(_BY_SIGN))
 PART_DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
 
 
-@dataclass(frozen=True)
-class Suffix:
+class Suffix(NamedTuple):
     """One spelling of one slot."""
 
     ending: str
     """End of the key, from a dot on."""
     slot: str
-    """Field of the algorithm's tensors dataclass, or one of SHARED_SLOTS if `algorithms` is ANY."""
+    """Field of the algorithm's tensors, or one of SHARED_SLOTS if `algorithms` is ANY."""
     algorithms: tuple[str, ...]
     """Names in ALGORITHMS that have this slot."""
     parameter: str = "weight"
@@ -210,7 +205,7 @@ def split(key: str) -> tuple[str, Suffix] | None:
 
 def _rewritten(key: str) -> str:
     for pattern, template in [row for sign, rows in _BY_SIGN.items() if re.search(sign, key) for row in rows]:
-        if match := pattern.fullmatch(key):
+        if match := re.fullmatch(pattern, key, re.DOTALL):
             return match.expand(template)
     return key
 

@@ -73,38 +73,32 @@ MOST_NAMES: Final = 20_000  # that are compared of a file that is not a state di
 LONGEST_FOREIGN_NAME: Final = 200  # characters of such a name
 SEARCHED_LEVELS: Final = 3  # of dicts and lists in which such names are looked for
 
-FOREIGN_KEYS: Final = tuple(
-    (re.compile(pattern), what)
-    for pattern, what in (
-        # a key looks so                                                     what the file is
-        (r"lora_controlnet$",                                                "a Control-LoRA: factors of a ControlNet"),
-        (r"lllite_",                                                         "a ControlNet-LLLite"),
-        (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",     "a ControlNet"),
-        (r"control_(?:layers|noise_refiner)\.",                              "a ControlNet"),
-        (r"(?:image_proj|ip_adapter(?:_proj_model)?)\.|.*\.ip_adapter_",     "an IP-Adapter"),
-        (r"(?:adapter\.)?body\.\d+\.(?:resnets\.|block\d)",                 "a T2I-Adapter"),
-        (r"redux_(?:up|down)\.",                                             "an image encoder (Flux Redux)"),
-        (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
-        (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     TEXTUAL_INVERSION),
-        (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
-        (r".*\.processor\.(?:[qkv]|proj)_loras\.\d",                         "a LoRA for a condition (EasyControl)"),
-        (r".*\.(?:lora_(?:down|up)|wscales|smooth_factor(?:_orig)?)$",       NUNCHAKU),
-        (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
-    )
+FOREIGN_KEYS: Final = (
+    # a key looks so                                                     what the file is
+    (r"lora_controlnet$",                                                "a Control-LoRA: factors of a ControlNet"),
+    (r"lllite_",                                                         "a ControlNet-LLLite"),
+    (r"(?:control_model\.|.*\binput_hint_block\.|.*\bcontrolnet_)",     "a ControlNet"),
+    (r"control_(?:layers|noise_refiner)\.",                              "a ControlNet"),
+    (r"(?:image_proj|ip_adapter(?:_proj_model)?)\.|.*\.ip_adapter_",     "an IP-Adapter"),
+    (r"(?:adapter\.)?body\.\d+\.(?:resnets\.|block\d)",                 "a T2I-Adapter"),
+    (r"redux_(?:up|down)\.",                                             "an image encoder (Flux Redux)"),
+    (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
+    (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     TEXTUAL_INVERSION),
+    (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
+    (r".*\.processor\.(?:[qkv]|proj)_loras\.\d",                         "a LoRA for a condition (EasyControl)"),
+    (r".*\.(?:lora_(?:down|up)|wscales|smooth_factor(?:_orig)?)$",       NUNCHAKU),
+    (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
 )  # fmt: skip
 """Key pattern → what the file is: networks and embeddings that people take for adapters, the surest patterns first.
 Used only for files without adapter tensors."""
 
-COMPONENTS: Final = tuple(
-    (re.compile(pattern), what)
-    for pattern, what in (
-        # a key looks so                                                                  what the file is
-        (r"(?:taesd_)?(?:en|de)coder\.(?:layers\.)?\d+\.(?:weight$|conv\.\d)",          "VAE (tiny, TAESD)"),
-        (r"(?:first_stage_model\.|vae\.)?(?:en|de)coder\.conv(?:_in|_out|1)\.",           "VAE"),
-        (r"(?:first_stage_model\.|vae\.)?(?:en|de)coder\.(?:down|up)(?:_blocks|samples)?\.\d", "VAE"),
-        (r"(?:first_stage_model\.|vae\.)?(?:post_)?quant_conv\.",                          "VAE"),
-        (r"model\.\d+\.sub\.\d+\.rdb\d|(?:model\.)?conv_first\.|body\.\d+\.rdb\d",      "upscaler (ESRGAN)"),
-    )
+COMPONENTS: Final = (
+    # a key looks so                                                                  what the file is
+    (r"(?:taesd_)?(?:en|de)coder\.(?:layers\.)?\d+\.(?:weight$|conv\.\d)",          "VAE (tiny, TAESD)"),
+    (r"(?:first_stage_model\.|vae\.)?(?:en|de)coder\.conv(?:_in|_out|1)\.",           "VAE"),
+    (r"(?:first_stage_model\.|vae\.)?(?:en|de)coder\.(?:down|up)(?:_blocks|samples)?\.\d", "VAE"),
+    (r"(?:first_stage_model\.|vae\.)?(?:post_)?quant_conv\.",                          "VAE"),
+    (r"model\.\d+\.sub\.\d+\.rdb\d|(?:model\.)?conv_first\.|body\.\d+\.rdb\d",      "upscaler (ESRGAN)"),
 )  # fmt: skip
 """Key pattern → the component of a pipeline that a file of no known architecture is."""
 
@@ -131,9 +125,9 @@ def foreign(keys: Iterable[str]) -> str:
     return _by_keys(FOREIGN_KEYS, keys) or of_tokens
 
 
-def _by_keys(signs: Sequence[tuple[re.Pattern[str], str]], keys: Sequence[str]) -> str:
+def _by_keys(signs: Sequence[tuple[str, str]], keys: Sequence[str]) -> str:
     """Return what the first pattern that any key matches says; "" if none does."""
-    return next((what for pattern, what in signs for key in keys if pattern.match(key)), "")
+    return next((what for pattern, what in signs if any(map(re.compile(pattern).match, keys))), "")
 
 
 def component(shapes: Mapping[str, Shape]) -> str:

@@ -17,7 +17,6 @@ from ..files.checkpoint import Index, adapter_config, open_checkpoint
 from ..files.file_signatures import in_folder, instead
 from ..models.names import Names, names
 from ..paths import exists, is_folder
-from .fitting_files import Fitting, missing_input
 
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
@@ -67,6 +66,8 @@ class CheckpointCache:
 
     def _no_adapter(self, path: Path) -> NoAdapter:
         """Return the error for a model that is named alone: with adapters that fit it, or what it is instead."""
+        from .fitting_files import Fitting  # it matches adapters
+
         fitting, what, named = Fitting([path], adapter=True), self.names(path).what, ""
         with suppress(MergeError):  # of a folder that cannot be listed
             named = in_folder(path.parent, fitting)
@@ -82,6 +83,8 @@ class CheckpointCache:
         key = ("index", path, adapter and is_folder(path))  # a file is one of them, whatever it is opened as
         entry = self._get(key)
         if entry is None and not exists(path):
+            from .fitting_files import missing_input
+
             raise missing_input(path, adapter=adapter, partners=partners)
         return (entry or self._keep(key, open_checkpoint(path, adapter=adapter), None))[0]
 

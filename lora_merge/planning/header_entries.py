@@ -19,11 +19,10 @@ from ..errors import UsageError
 from ..files.formats.torchao import NAMES_ENTRY as TORCHAO_NAMES
 from ..files.formats.unread import METADATA_FORMATS
 from ..files.safetensors import SEAL, sealed, with_metadata
-from .containers import OutputContainer
-from .plan import Plan
 from .recipe import CHECKSUMS, OURS, STALE, entries
 
 if TYPE_CHECKING:
+    from .containers import OutputContainer
     from .plan import OutputTensor, Plan
 
 TITLE: Final = "modelspec.title"

@@ -32,7 +32,8 @@ from ..text import listed
 QUANTISED_COMPONENTS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
 """Components that are quantised; of a checkpoint without them, all but the VAE."""
 
-PRECISE: Final = re.compile(
+PRECISE: Final = (  # compiled on first use, which takes as long as a header
+    "(?i)"
     r"norm|embed|(^|[._])embs?(_|\.|$)|emb_layers|relative_attention_bias|"  # scales, times, positions, words
     r"modulation|adaln|(^|[._])modf?\.|_mod(_|\.)|(^|\.)t_block\.|"
     r"(^|\.)((?!patch_blocks)\w*patch\w*|(?!(proj|linear|ff)_in\.)\w+_in|proj_in_(?!gate)\w+|input_proj|input_layer)\.|"
@@ -49,8 +50,7 @@ PRECISE: Final = re.compile(
     r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?"
     r"((diffusion_transformer\.)?(transformer\.)?proj(ect)?_(in|out)|out_layer\.out_layer)\.|"
     r"(^|\.)(router|gate|shared_expert_gate|ffn_gate_inp)\.|"  # of experts
-    r"(^|\.)(visual|vision_tower|vision_model|vision_backbone|multi_modal_projector|audio_tower|merger)\.",
-    re.IGNORECASE,
+    r"(^|\.)(visual|vision_tower|vision_model|vision_backbone|multi_modal_projector|audio_tower|merger)\."
 )
 """Names of weights that keep their values."""
 
@@ -263,7 +263,8 @@ def _is_decodable(info: StoredTensor, base: Index) -> bool:
 def precise(name: str) -> bool:
     """Return whether a weight keeps its values by default because of its name in its component."""
     return bool(
-        PRECISE.search(name) and not (INNER_LAYERS.search(name) and not PRECISE.search(INNER_LAYERS.sub("", name)))
+        re.search(PRECISE, name)
+        and not (INNER_LAYERS.search(name) and not re.search(PRECISE, INNER_LAYERS.sub("", name)))
     )
 
 

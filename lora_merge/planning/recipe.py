@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..adapters.network_settings import side_file
 from ..disk.files import open_regular, sha256
@@ -16,11 +16,13 @@ from ..files.checkpoint import Index, configuration
 from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH
 from ..files.side_files import output_name
 from ..job import Job
-from ..matching.patch import Match
 from ..options import OPTIONS, TOKENIZERS, OptionKind
 from ..paths import input_name
 from ..sources.inputs import origin
 from ..text import by_component, from_json
+
+if TYPE_CHECKING:
+    from ..matching.patch import Match
 
 KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.files import open_regular
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.safetensors import SEAL, ZERO_HASH, intact, metadata_of, sealed, with_metadata
-from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
 from ..text import Note, from_json, listed, quoted
+
+if TYPE_CHECKING:
+    from ..planning.plan import OutputFile, Plan
 
 TENSOR_FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 """Fields of a tensor that a merge writes."""

@@ -6,30 +6,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..adapters.modules import is_adapter, weight_shapes
-from ..errors import MergeError, RemoteError, UsageError
+from ..adapters.modules import is_adapter
+from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.file_uses import Folder, adapter_folder
 from ..files.side_files import base_folder
-from ..job import Adapter, make_job
-from ..matching.fit_errors import explain
-from ..models.names import Names
+from ..job import Adapter
 from ..paths import typed
-from ..planning.changes import Matches, match
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_paths
-from ..planning.inputs import Inputs
-from ..planning.make_plan import make_plan
-from ..planning.plan import Plan
 from ..progress import Progress, unwatched
-from ..text import Note, by_component, by_pattern, listed
-from .adapter import adapter_facts, spread
+from ..text import Note, listed
+from .adapter import adapter_facts
 from .base import base_facts, dtypes
 from .file_verdict import verdict
 from .hashes import hashes_of, stored_hashes
 from .json_schemas import schema
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
 
 SCHEMA = schema("inspect", 2)
 
@@ -80,13 +77,15 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
             compared = typed([str(path), str(ref.path)])
             raise UsageError("two adapters are given without a base", str(path),
                              f"use `lora-merge compare {compared}`, or name a base first")  # fmt: skip
+        from .adapter_fit import adapter_fit  # plans
+
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:
             from .measurements import merge_numbers  # torch
 
             numbers = partial(merge_numbers, pictures=pictures, progress=progress)
         facts |= cache.parsed(("facts", path), index, of_base)
-        facts |= {"match": _fit(path, ref, cache, numbers)}
+        facts |= {"match": adapter_fit(path, ref, cache, numbers)}
         return _with_verdict(facts)
     # Step 4: an adapter, or a model.
     if of_adapter:
@@ -120,55 +119,6 @@ def _folder(index: Index, *, of_adapter: bool) -> Folder | None:
     if not index.path.is_dir():
         return None
     return adapter_folder(index) if of_adapter else base_folder(index)
-
-
-def _fit(
-    path: Path, adapter: Adapter, opened: CheckpointCache, numbers: Callable[[Plan], Any] | None
-) -> dict[str, Any]:
-    """Return how the adapter fits the base at `path`: `fits`, and what matched or why nothing can: modules by part and
-    pattern, strengths, sizes, and what is lost to the dtype.
-
-    `opened`: the checkpoints that are open.
-    `numbers`: returns the size of the change and how much of it the base's dtype keeps, which the result has then.
-    """
-    job = make_job(path, [adapter], path, unmatched="skip")
-    base, lookup, file = opened.index(path, adapter=False), opened.names(path), opened.adapter(adapter.path)
-    facts: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
-    try:
-        matched = match(Inputs.joined(job, base, lookup, (file,)))
-    except RemoteError:
-        raise
-    except MergeError as e:  # it does not fit, or is incomplete
-        error = {"what": e.what, "where": e.where, "fix": e.fix}
-        return {**facts, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
-    (matching,) = matched.adapters
-    why = ""
-    if matching.unmatched:
-        misfit = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
-        why = misfit.text if misfit else ""
-    plan = make_plan(matched)
-    return {
-        **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
-        "matched": matching.modules, "total": matching.total, "components": dict(matching.components),
-        "strengths": by_component(matching.strengths),
-        "effective": _effective(matched, lookup),
-        "patterns": {pattern: len(some) for pattern, some in by_pattern(matching.matched).items()},
-        "unmatched": dict(matching.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
-        "notes": list(matching.notes), "why": why, **({"numbers": numbers(plan)} if numbers else {}),
-    }  # fmt: skip
-
-
-def _effective(matched: Matches, lookup: Names) -> dict[str, Any]:
-    """Return component → least, median and greatest factor of B A: the strength times what α makes of it.
-
-    Algorithms whose formula has no such factor are left out.
-    """
-    factors: dict[str, list[float]] = {}
-    for key, uses in matched.adapters[0].uses.items():
-        for use in uses:
-            if "scale" in use.patch.scalars:
-                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.scalars["scale"])
-    return {component: spread(values) for component, values in factors.items()}
 
 
 def _changed(index: Index) -> Iterator[Note]:
