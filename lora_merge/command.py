@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from .options import Option
 from .progress import Progress
@@ -93,8 +93,7 @@ class Command(ABC):
         return self.make(Request(self, adapters, output, base, options), cache)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What one run of a command is asked for, as it was stated."""
 
     command: Command

@@ -14,16 +14,14 @@ merged into the result of another, `compose` is the rule for all formulas.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .errors import UsageError
 from .text import is_finite, plural, shown
 
 
-@dataclass(frozen=True)
-class MergeMethod:
+class MergeMethod(NamedTuple):
     """One value of `--method`: how several changes of one weight meet."""
 
     name: str
@@ -118,8 +116,7 @@ LEAST_DIVISOR: Final = 1e-12
 """The smallest sum of strengths by which a mean divides."""
 
 
-@dataclass(frozen=True)
-class MethodParameters:
+class MethodParameters(NamedTuple):
     """The numbers of one method. A method ignores the ones that it does not take."""
 
     density: float = 1.0
@@ -133,7 +130,7 @@ class MethodParameters:
     seed: int = 0
 
 
-PARAMETER_NAMES: Final = tuple(f.name for f in fields(MethodParameters))
+PARAMETER_NAMES: Final = MethodParameters._fields
 
 PARAMETER_RANGES: Final = {
     "density": "use a number above 0, at most 1",

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, GGUF_TYPES, QUANTISED_DTYPES
 from .errors import ResourceError, UsageError
@@ -77,8 +76,7 @@ Record: TypeAlias = Literal["always", "given", "adapters", "never"]
 each adapter, or never."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One option of a merge."""
 
     name: str  # in Python, in jobs files and in recipes

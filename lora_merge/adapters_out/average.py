@@ -157,7 +157,7 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
         replace(a, strength=w) if isinstance(a, Adapter) else (a, w) for a, w in zip(adapters, weights, strict=True)
     ]
     stated |= {"setting": setting} if setting else {}
-    job = adapter_job(replace(request, adapters=refs, options=stated))
+    job = adapter_job(request._replace(adapters=refs, options=stated))
     if values["space"] == OF_CHANGES:
         return job
     # Step 3: tensors are averaged as they are stored, so that most options mean nothing.

@@ -28,7 +28,7 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANK_OPTIONS) if name in stated}
     to = stated_dialect(form_options.get("to", KEEP), "--to")
     algorithm = algorithm_of(request.command, form_options.get("algorithm", KEEP))
-    job = adapter_job(replace(request, options=stated))
+    job = adapter_job(request._replace(options=stated))
     if to is OF_INPUT and isinstance(output, str) and dialect(output) is not None:
         fix = f"write `lora-merge convert {typed([nearest(str(job.adapters[0].path))])} --to {output.lower()}`"
         raise UsageError("the output has the name of a format", output, fix)

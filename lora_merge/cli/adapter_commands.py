@@ -88,7 +88,7 @@ def _optional(types: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
 
 def _on_the_line(option: Option) -> Option:
     """Return an option whose default, which is that of the command, is stated by its help alone."""
-    return replace(option, default=() if option.default == () else None) if option.name in ADAPTER_OPTIONS else option
+    return option._replace(default=() if option.default == () else None) if option.name in ADAPTER_OPTIONS else option
 
 
 @_takes(COMMANDS["combine"])

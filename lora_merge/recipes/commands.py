@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _ROWS: Final = {
     **JOB_OPTIONS,
-    "method": replace(OPTIONS["method"], words=(*COMBINATIONS,), metavar="NAME", group="Options",
-                      help=f"Combine by {', '.join([*COMBINATIONS][:3])}, dare …"),
-    "scale": replace(OPTIONS["scale"], help="Scale the combined change."),
-    "dtype": replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"),
-                     help="Write tensors in this dtype; keep: as the inputs."),
-    "compute_dtype": replace(
-        OPTIONS["compute_dtype"], default=None, words=("fp64", "fp32"),
+    "method": OPTIONS["method"]._replace(words=(*COMBINATIONS,), metavar="NAME", group="Options",
+                                         help=f"Combine by {', '.join([*COMBINATIONS][:3])}, dare …"),
+    "scale": OPTIONS["scale"]._replace(help="Scale the combined change."),
+    "dtype": OPTIONS["dtype"]._replace(words=("keep", "fp32", "fp16", "bf16"),
+                                       help="Write tensors in this dtype; keep: as the inputs."),
+    "compute_dtype": OPTIONS["compute_dtype"]._replace(
+        default=None, words=("fp64", "fp32"),
         help="Compute formulas in this dtype. [default: fp64, or fp32 if that loses nothing]",
     ),
     "musubi_t": Option("musubi_t", "switch", default=False, recorded="given",
@@ -70,7 +70,7 @@ def _options(
         changes |= {"help": help[name]} if name in help else {}
         if name not in OF_MERGE:
             changes |= {"recorded": "always" if name in recorded else "given", "required": name in required}
-        return replace(option, **changes) if changes else option
+        return option._replace(**changes) if changes else option
 
     return MappingProxyType({name: row(name) for name in (*names, *_SHARED)})
 

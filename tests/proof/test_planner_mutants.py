@@ -151,7 +151,7 @@ def suffix(ending: str, **changed: Any) -> Break:
     def apply(patch: MonkeyPatch) -> None:
         conventions._longest.cache_clear()
         row = conventions._BY_ENDING[ending]
-        patch.setitem(conventions._BY_ENDING, ending, replace(row, **changed))
+        patch.setitem(conventions._BY_ENDING, ending, row._replace(**changed))
 
     return apply
 

@@ -84,7 +84,7 @@ def make_job(request: Request, cache: CheckpointCache | None = None) -> AdapterJ
                          f"use one of {', '.join(OTHERS)}")  # fmt: skip
     if not isinstance(factor, int) or not (factor == -1 or factor > 0):
         raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
-    job = adapter_job(replace(request, options=stated))
+    job = adapter_job(request._replace(options=stated))
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "`--rank same`", "give a number or energy:x")
     if cache is not None:
