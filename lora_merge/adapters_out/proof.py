@@ -35,7 +35,6 @@ from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.numpy_threads import one_core
-from ..proof.second_reading.comparison import compare, stored_number
 from ..proof.weights import WeightReader
 from .groups import Target, is_plain
 from .job import AdapterJob
@@ -161,6 +160,8 @@ def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:
     """Raise VerificationFailed where a second reading of the adapters gives a module other places, another formula,
     scale or strength. Nothing without a base: rows are those of the adapters' own modules then."""
     if sources.matches:
+        from ..proof.second_reading.comparison import compare, stored_number
+
         uses: dict[str, list[PatchPart]] = {}
         for match in sources.matches:
             for key, parts in match.uses.items():

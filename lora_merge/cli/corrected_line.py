@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from ..command import MERGE
 from ..errors import AdapterAsBase, MergeError, NoAdapter
-from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
+from ..paths import JOBS_ENDINGS, exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
 
 LONGEST_LINE: Final = 400
@@ -23,6 +23,9 @@ Refusal: TypeAlias = Callable[[Sequence[str]], MergeError | None]
 """Words of a line → the error with which the line is refused, or None if it is accepted."""
 
 UNMERGE: Final = "unmerge"
+
+STRENGTH_OPTIONS: Final = frozenset({"-s", "--strength", "--strength-for", "--weights", "--scale"})
+"""Options whose values may not be one for each adapter."""
 
 PLACES: Final = {"BASE": False, "TUNED": False, "MODEL": False, "ADAPTER": True, "ADAPTER2": True}
 """Place for a file in a command → whether an adapter belongs there."""
@@ -47,6 +50,15 @@ def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[s
         (options if is_option or value else plain).append(word)
         value = is_option and "=" not in word and not known.get(word, True)
     return plain, options
+
+
+def is_clear(words: Sequence[str], known: Mapping[str, bool]) -> bool:
+    """Return whether a line has no other reading: it has models, adapters and options of the command alone, and no
+    option for strengths. `known`: see `flags`."""
+    plain, options = split_words(words, known)
+    names = {word.partition("=")[0] if word.startswith("--") else word for word in options if word.startswith("-")}
+    files = all(path_of(word) and "," not in word and not word.endswith(JOBS_ENDINGS) for word in plain)
+    return files and names <= known.keys() - STRENGTH_OPTIONS
 
 
 def correct(error: MergeError, words: Sequence[str], commands: Mapping[str, Any]) -> None:

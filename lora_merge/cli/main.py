@@ -39,7 +39,7 @@ from .compat import (
     check_values,
     checked_output,
 )
-from .corrected_line import check_fix, correct, flags
+from .corrected_line import check_fix, correct, flags, is_clear
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -85,26 +85,33 @@ class Commands(TyperGroup):
                 self._suggest(args)
             args = [MERGE, *args]
         if args and args[0] in self.commands and not ctx.resilient_parsing:
-            from .foreign_options import check_line
-
-            known = flags(self.commands[args[0]].params)
-            check_format(args[0], args[1:], known)
-            if args[0] == MERGE:
-                check_base(args[1:], known)
-            check_line(args[0], args[1:], self.commands)
-            check_values(args[1:], known)
-            check_once(args[1:], self.commands[args[0]].params)
+            self._check(args[0], args[1:])
         take_text(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
+    def _check(self, command: str, args: Sequence[str]) -> None:
+        """Raise UsageError for a line that is not as a command has it."""
+        parameters = self.commands[command].params
+        known = flags(parameters)
+        check_format(command, args, known)
+        if command == MERGE:
+            check_base(args, known)
+        if not is_clear(args, known):
+            from .foreign_options import check_line
+
+            check_line(command, args, self.commands)
+        check_values(args, known)
+        check_once(args, parameters)
+
     def _suggest(self, args: list[str]) -> None:
         """Raise UsageError for a first word that is neither file nor command, or for a command after its options."""
-        from .foreign_options import check_foreign_command
-
         word = next((a for a in args if a not in VALUELESS_OPTIONS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
-        check_foreign_command(args, self.commands)
+        if not is_clear(args, flags(self.commands[MERGE].params)):
+            from .foreign_options import check_foreign_command
+
+            check_foreign_command(args, self.commands)
         check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -24,7 +24,6 @@ from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .combination_methods import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
-from .peft_initialisation import rebuilt_slots
 from .proof_report import Bound, Exact, Findings, coarse, measure
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
@@ -382,6 +381,8 @@ class Recomputation:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
         of = basis_weights(patch) or id(patch)
         if of not in self._slots:
+            from .peft_initialisation import rebuilt_slots
+
             self._slots[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, row_changes))
         return self._slots[of]
 

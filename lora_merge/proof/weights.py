@@ -16,7 +16,6 @@ from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.encodings.base import CODES, Packing
 from ..planning.plan import OutputTensor
-from .decoders import DECODERS, BadPart, alone
 from .grids import DECODED, Grid, joined, plain_grid
 from .reference.floats import Array, decode
 from .sample import runs
@@ -35,6 +34,8 @@ class CodedWeight:
 
     def span(self, low: int, high: int) -> tuple[Array, Grid]:
         """Return the values [low, high) of the weight, flat, and their grid."""
+        from .decoders import DECODERS, BadPart, alone  # for encoded weights only
+
         encoding, _, parts, _ = self.packing
         begin, end = self._around(low, high, encoding.group)
         raw = {role: self.read(part.info, *part.span(begin, end - begin)) for role, part in parts.items()}
