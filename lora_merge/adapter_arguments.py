@@ -22,9 +22,13 @@ _TAG: Final = r"<\w+:(?P<path>[^:<>]+)(?P<items>(?::[^:<>]*)*)>"
 extensions-builtin/Lora/extra_networks_lora.py."""
 
 _TAG_ITEM: Final = (
-    r"(?:(?P<name>te|unet|lbw|dyn)=)?(?:(?P<number>[0-9.]+)|(?P<blocks>[A-Z][A-Z0-9]*|[0-9.]+(?:,[0-9.]+)+))"
+    r"(?:(?P<name>te|unet|lbw|dyn|start|stop|step)=)?"
+    r"(?:(?P<number>[0-9.]+)|(?P<blocks>[A-Z][A-Z0-9]*|[0-9.]+(?:,[0-9.]+)+))"
 )
 """A strength behind the path of a tag, of the text encoders first and then of the U-Net, or block weights."""
+
+OF_STEPS: Final = "a merge is for all steps, and resize cuts ranks"
+"""Why what `of_steps` returns is left out."""
 
 LONGEST_WORD: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
 
@@ -125,6 +129,11 @@ def of_tags(text: str) -> list[tuple[str, str, str]]:
     tags = [re.fullmatch(_TAG, part) for part in re.findall("<[^<>]*>", text)]
     adapters = [_of_tag(tag["path"], tag["items"]) for tag in tags if tag]
     return [] if exists(text) or None in (*tags, *adapters) else [*filter(None, adapters)]
+
+
+def of_steps(text: str) -> list[str]:
+    """Return what a prompt says about ranks or steps of a picture, such as "stop=10"."""
+    return re.findall("(?:dyn|start|stop|step)=[^:>]*", text)
 
 
 def _of_tag(path: str, items: str) -> tuple[str, str, str] | None:

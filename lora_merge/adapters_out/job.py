@@ -290,6 +290,8 @@ def one_rank(job: AdapterJob, to: Dialect) -> Dialect:
 
 def _output(job: Job, command: Command, rule: str, named: str | Path | None, *, file: bool) -> Path:
     """Return the path of the output, which may be a `file`; `named`: None, or what the user names."""
+    if str(named).lower().endswith(".gguf"):
+        raise UsageError("no adapter is written as GGUF", str(named), "convert_lora_to_gguf.py of llama.cpp does that")
     if named is None or (file and names_folder(named)):
         ending = "" if command.combines and not file else FILE
         return _named(job, command, rule, absolute(Path()) if named is None else output_path(named), ending)

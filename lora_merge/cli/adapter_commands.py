@@ -164,7 +164,7 @@ def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -
     def make(_: CheckpointCache) -> Any:
         if "weights" in command.options:
             _check_weights(adapters, options)
-        named, stated = _job_values(named_adapters(adapters), options)
+        named, stated = _job_values(named_adapters(adapters, output=output), options)
         return command.job(named, output, base, stated)
 
     show(command, make, printed)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..adapter_arguments import of_tags, other_spelling, right_form, stray_word, with_parts
+from ..adapter_arguments import OF_STEPS, of_steps, of_tags, other_spelling, right_form, stray_word, with_parts
 from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, SWITCHED, factor, number
@@ -173,7 +173,9 @@ def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
-        raise _other_syntax("a strength", text, *words)
+        error = _other_syntax("a strength", text, *words)
+        dropped = "".join(f"leave out {item} ({OF_STEPS}); " for item in of_steps(text))
+        raise error.reword(lambda words: f"{dropped}{words}" if dropped and words == error.fix.written else words)
 
 
 def _other_syntax(what: str, text: str, *right: str) -> UsageError:
@@ -193,10 +195,11 @@ def named_base(text: str) -> str:
     return completed(text)
 
 
-def named_adapters(words: Sequence[str], base: str = "") -> list[NamedAdapter]:
-    """Return all adapters of a command. `base`: their base, if it has one."""
+def named_adapters(words: Sequence[str], base: str = "", output: str | None = None) -> list[NamedAdapter]:
+    """Return all adapters of a command. `base`: their base, if it has one; `output`: the stated one."""
     check_words(words)
-    check_last(words, base)
+    if output is None:
+        check_last(words, base)
     return [named_adapter(word) for word in expanded(words)]
 
 

@@ -22,6 +22,9 @@ STRENGTH_AFTER_BASE: Final = "a strength after the base"
 Refusal: TypeAlias = Callable[[Sequence[str]], MergeError | None]
 """Words of a line → the error with which the line is refused, or None if it is accepted."""
 
+FEW: Final = 4
+"""Words that are named as the wrong ones of a line; of more the line itself is wrong."""
+
 UNMERGE: Final = "unmerge"
 
 STRENGTH_OPTIONS: Final = frozenset({"-s", "--strength", "--strength-for", "--weights", "--scale"})
@@ -57,7 +60,7 @@ def is_clear(words: Sequence[str], known: Mapping[str, bool]) -> bool:
     option for strengths. `known`: see `flags`."""
     plain, options = split_words(words, known)
     names = {word.partition("=")[0] if word.startswith("--") else word for word in options if word.startswith("-")}
-    files = all(path_of(word) and "," not in word and not word.endswith(JOBS_ENDINGS) for word in plain)
+    files = all(path_of(word) and "," not in word and not word.endswith((*JOBS_ENDINGS, ".json")) for word in plain)
     return files and names <= known.keys() - STRENGTH_OPTIONS
 
 
@@ -114,12 +117,13 @@ def check_fix(error: MergeError, refusal: Refusal, rounds: int = 3) -> bool:
         if (refused := refusal(words)) is None:
             return True
         mistake = f"{refused.what.written}; {refused.fix.written}"
-        accepted = check_fix(refused, refusal, rounds - 1)
-        mistake = f"{refused.what.written}; {refused.fix.written}" if accepted else mistake
-        if accepted:
+        if accepted := check_fix(refused, refusal, rounds - 1):
             right = words_of(refused.fix.written.rpartition("lora-merge ")[2])
             wrong = [word for word in words if word not in right]
-            fix = f"{before.removesuffix('write ')}{' '.join(wrong)}{': ' * bool(wrong)}{mistake}"
+            of_words = f"{' '.join(wrong)}: " if 0 < len(wrong) < FEW else ""
+            mistake = f"{of_words}{refused.what.written}; {refused.fix.written}"
+            same = refused.what == error.what  # in another word
+            fix = f"{before}{line(right)}" if same else f"{before.removesuffix('write ')}{mistake}"
         else:
             missing = next((f"{word}: " for word in words if str(expand(_bare(word))) == refused.where), "")
             fix = f"{text}; that line has a mistake, too: {missing}{mistake}"

@@ -129,14 +129,14 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
     ("lbws? block-weights? lora-block-weights?", Foreign(_LBW, ("--strength-for lbw={}",))),
     ("exclude ignore", Foreign(_PART, ("--strength-for {}=0",))), ("only", Foreign(_PART, (Role.ONLY,))),
     ("include|exclude|patterns?|filter|modules|layers|blocks|skip+", Foreign(_PART, ())),
-    ("conv-alpha", Foreign(LORA_ALPHA.advice, ())), ("(?:lora|network|adapter)-alpha", LORA_ALPHA),
+    ("conv-alpha", Foreign(LORA_ALPHA.advice, ())), ("(?:lora|network|adapter|new)-alpha", LORA_ALPHA),
     (f"te|text-encoder|clip+{_FACTOR}", Foreign(_PART, ("--strength-for te={}",))),
     (f"unet+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
     (f"base-weights-multiplier ratios? weights? multipliers? strengths scaling mult factor blend -w merge+{_FACTOR} "
      f"{_ADAPTER}+{_FACTOR}", Foreign(STRENGTH_FORMS, (Role.STRENGTHS,))),
     (f"model+{_FACTOR}", Foreign(_PART, ("--strength-for unet={}",))),
     ("alpha+", Foreign(STRENGTH_FORMS, (Role.ALPHA,))),
-    ("vae|ae|clip|t|t5xxl|te|text-encoder|llm+", Foreign("leave it out: a merge is into one file", (Role.OTHER_FILE,))),
+    ("vae|ae|clip|t|t5xxl|te|text-encoder|llm+", Foreign("leave it out: it is not merged into", (Role.OTHER_FILE,))),
     # Ranks.
     ("conv+dim|rank", Foreign("use `--conv-rank N`", ("--conv-rank {}",))),
     ("-r rank|dim|r+", Foreign(_RANK, ("--rank {}",))),
@@ -156,7 +156,7 @@ UNKNOWN: Final = _leave(NOT_KNOWN)
 """The meaning of a name without one."""
 
 OTHER_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({
-    "--dtype": {"fp8": "fp8_scaled", "float_16": "fp16", "bfloat_16": "bf16", "float_32": "fp32",
+    "--dtype": {"fp8": "fp8_e4m3fn", "float_16": "fp16", "bfloat_16": "bf16", "float_32": "fp32",
                 **dict.fromkeys(("4", "4bit", "int4", "q4", "merged_4bit"), "nf4"),
                 "merged_4bit_forced": "nf4", **dict.fromkeys(("8", "8bit", "q8"), "int8"), "merged_16bit": "bf16"},
     "--method": {**dict.fromkeys(("linear", "cat", "svd", "task_arithmetic"), "sum"), "dare_linear": "dare",

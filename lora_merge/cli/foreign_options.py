@@ -23,8 +23,10 @@ from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
 from .compat import check_dashes
 from .corrected_line import PLACES, flags, is_adapter, line, path_of
+from .foreign_inputs import NAME_THE_FILES, with_options
 from .foreign_names import (
     FOREIGN_RULES,
+    NOT_KNOWN,
     STRENGTH_FORMS,
     THE_BASE,
     UNKNOWN,
@@ -35,7 +37,7 @@ from .foreign_names import (
     hyphened,
     meaning_of,
 )  # fmt: skip
-from .foreign_programs import NAME_THE_FILES, program_of, with_settings
+from .foreign_programs import program_of
 from .typed_line import (
     MISTAKES,
     NO_OPTION,
@@ -184,6 +186,11 @@ def _fit_parts(reading: TypedLine, base: str, terms: Sequence[_Term]) -> None:
         reading.strengths["te"] = [TypedStrength("", "0", "")]
     elif not encoders and "unet" in reading.strengths:
         reading.strengths[""] = reading.strengths.pop("unet")
+    elif encoders and not changed and all(names_file(term.path) for term in terms):
+        stated = [
+            s.typed for part in [*reading.strengths] if part.startswith("te") for s in reading.strengths.pop(part)
+        ]
+        reading.left_out += [(option, f"{terms[0].path} changes no text encoder") for option in stated]
     for term in terms:  # of a tag, <lora:style:0.8:0.5>
         if "unet" in labels and (term not in changed or not encoders):
             term.parts = re.sub(",te=[0-9.]+", ",te=0" if term in changed else "", term.parts)
@@ -326,9 +333,8 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
         files = [*base, *(word for word in files if word not in base), *tuned]
     else:
         files = [*base, *files, *tuned]
-    if command.merges and reading.foreign and len(files) == 1:
-        of_adapter = files[0] in reading.adapters or (names_file(files[0]) and is_adapter(_Term.of(files[0]).path))
-        files = ["BASE", *files] if of_adapter else [*files, "ADAPTER"]
+    if command.merges and reading.foreign and len(files) < 2:
+        files = _with_places(reading, files)
     most = len(files) if command.several or command.merges else max(first, 1)
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2):
         raise NotClear(" ".join(files))
@@ -339,6 +345,14 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
     if (command.merges or not command.options) and {*files[:1]} & {*files[1:]}:  # a base is not its own adapter
         raise NotClear(files[0])
     return files, first
+
+
+def _with_places(reading: TypedLine, files: list[str]) -> list[str]:
+    """Return the one file of a merge, or none, with places for what is missing."""
+    if not files:
+        return ["BASE", "ADAPTER"] if reading.settings else []
+    of_adapter = files[0] in reading.adapters or (names_file(files[0]) and is_adapter(_Term.of(files[0]).path))
+    return ["BASE", *files] if of_adapter else [*files, "ADAPTER"]
 
 
 def _settings(reading: TypedLine) -> list[Setting]:
@@ -446,7 +460,7 @@ def corrected_line(
     reading = TypedLine(row, known, required, program, foreign=program)
     try:
         reading.take(args)
-        if reading.left_out and not reading.foreign:  # a word that is neither a file nor a number
+        if NOT_KNOWN in dict(reading.left_out).values() and not reading.foreign:  # neither a file nor a number
             return None
         paths = [_Term.of(word).path for word in reading.files]
         adapters = (w in reading.adapters or (names_file(w) and is_adapter(w)) for w in paths)
@@ -475,9 +489,10 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     pairs = zip(before, [*before[1:], ""], strict=False)
     values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
     names = [name for name in values if name.startswith("-") and not right_form(name)]
-    merge, files = with_settings(args) if command == "batch" else ([], [])
-    if files and (correction := corrected_line(MERGE, merge, commands, program=True)):
-        raise UsageError("this is a configuration of another program", files[0], _fix(correction, ()))
+    inputs = with_options(args)
+    meant = MERGE if command == "batch" else command
+    if inputs.typed and (correction := corrected_line(meant, inputs.words, commands, program=True)):
+        raise UsageError(inputs.what, " ".join(inputs.typed)[:200], _fix(correction, ()))
     foreign = [name for name in names if _is_foreign(name, known, command)]
     misspelt = [name for name in names if hyphened(name) not in known and alike(hyphened(name), known)]
     if len({*foreign, *misspelt}) > 1:  # one alone has its own error
@@ -531,8 +546,9 @@ def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     """Return the fix with the line that is meant. `foreign`: the options that are refused."""
     right = f"write {line(correction.words)}"
-    if place := next((word for word in correction.words[:2] if word in PLACES), ""):
-        right = f"name the {place.lower()}: `{line(correction.words)}`"
+    if places := [word for word in correction.words[:2] if word in PLACES]:
+        right = f"name the {places[0].lower()}: `{line(correction.words)}`"
+        right = f"name the files: {line(correction.words)}" if len(places) > 1 else right
     if correction.conflicts:
         right = f"keep one of them: {right}"
     elif correction.repeated:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import pairwise
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -208,7 +209,7 @@ def merge(
 
     pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    words = named_adapters(adapters or [], base) or [NamedAdapter(base)]
+    words = named_adapters(adapters or [], base, output) or [NamedAdapter(base)]
     named, values = read_with_adapters(words, options)
     with reporting(report) as file:
         job = make_job(base, named, checked_output(output), **values)
@@ -319,8 +320,11 @@ def _refusal(words: Sequence[str]) -> MergeError | None:
     """Return the error with which a plan of a line is refused, with its own line corrected; None for a line that is
     accepted, and for one that would write reports, read other machines, or has no plan."""
     command = next((word for word in words[:1] if word in _program().commands), MERGE)
-    writes = any(word.partition("=")[0] in ("--report", "--html", "--plot") for word in words)
-    if command not in COMMANDS or writes or any(split(word) is not None for word in words):
+    writes = any(word.partition("=")[0] in ("--report", "--html", "--plot") or "://" in word for word in words)
+    read = [
+        word for before, word in pairwise(["", *words]) if before not in ("-o", "--output") and not word.endswith(".py")
+    ]
+    if command not in COMMANDS or writes or any(split(word) is not None for word in read):
         return None
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
-from ..adapter_arguments import of_tags, right_form
+from ..adapter_arguments import OF_STEPS, of_steps, of_tags, right_form
 from ..addresses import split
 from ..command import Command
 from ..errors import MergeError, UsageError
 from ..option_texts import value_of
 from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
-from ..paths import ENDINGS, JOBS_ENDINGS, exists, with_found_ending
+from ..paths import ENDINGS, JOBS_ENDINGS, exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
 from .corrected_line import is_adapter, path_of
@@ -48,6 +48,7 @@ NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
 """Numbers after an option without a value that are meant as its value, and not as a strength."""
 OF_PART: Final = re.compile(r"--strength-for (\w+)=\{\}")
 """The form of an option for the strength of a part."""
+ONE_BY_ONE: Final = "name its files one by one"
 STRAY: Final = "a number is not an adapter"
 OTHER_SYNTAX: Final = "adapters have another syntax"
 VALUED: Final = "an option without a value has one"
@@ -193,6 +194,8 @@ class TypedLine:
             return (Role.NOT_CLEAR if self.command.options else ""), advice
         is_file = exists(with_found_ending(value))
         plain = not is_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
+        if form == Role.ADAPTERS and is_file and not _is_adapter_or_model(value):  # a folder with several
+            return Role.LEFT_OUT, ONE_BY_ONE
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
         of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not is_file
         of_file = of_file and (not self._may_name(option, [value]) or bool(other))
@@ -238,6 +241,7 @@ class TypedLine:
                 self.left_out.append((f"{option} {word}", NOT_KNOWN))
                 continue
             if word not in our_words:
+                self.left_out += [(item, OF_STEPS) for item in of_steps(word)]
                 self.mistakes.setdefault(OTHER_SYNTAX, []).append(word)
             by_value = form and all(is_adapter(path_of(text) or text) for text in our_words)  # or a missing one
             self.files += our_words
@@ -318,6 +322,7 @@ class TypedLine:
         """Leave out an option with its value, which is for the user to decide on if it is not clear; return the other
         words."""
         has_value = re.search("[-_](type|name|map|level|size|length|format|id|skip)$", option) and advice != NOT_KNOWN
+        has_value = has_value or advice == ONE_BY_ONE
         if form == Role.LEFT_OUT and values and names_file(values[0]) and not has_value:
             if advice != NOT_KNOWN:  # otherwise the file has the role of its value
                 self.left_out.append((option, advice))
@@ -436,6 +441,17 @@ def _is_format(value: str) -> bool:
     from ..adapters_out.dialects import names
 
     return value.lower() in names()
+
+
+def _is_adapter_or_model(path: str) -> bool:
+    """Return whether a path can be read as one adapter or model."""
+    from ..files.checkpoint import open_checkpoint
+
+    try:
+        open_checkpoint(expand(with_found_ending(path)), adapter=True)
+    except MergeError:
+        return not expand(path).is_dir()
+    return True
 
 
 def _likely_meaning(value: str) -> str:

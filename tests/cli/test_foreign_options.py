@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -35,9 +36,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapter": "lora",
         "lora_model_dir": "./one.safetensors",
         "learning_rate": 1e-4,
-        "output_dir": "./merged",
+        "output_dir": "./out",
     }
     (path / "axolotl.yml").write_text("\n".join(f"{name}: {value}" for name, value in fields.items()))
+    nodes = [
+        ("CheckpointLoaderSimple", 0, ["base"]),
+        ("LoraLoader", 0, ["one", 0.8, 0.5]),
+        ("LoraLoader", 4, ["two", 1, 1]),
+    ]
+    workflow = {"nodes": [{"type": kind, "mode": mode, "widgets_values": values} for kind, mode, values in nodes]}
+    (path / "workflow.json").write_text(json.dumps(workflow))
+    script = (
+        "p = P.from_single_file('base')\np.load_lora_weights('one', adapter_name='a')\np.set_adapters(['a'], [0.8])\n"
+    )
+    (path / "fuse.py").write_text(f"{script}p.save_pretrained('x')")
+    (path / "toolkit.yaml").write_text("job: mod\nconfig:\n  name: x\n")
+    of_adapters = "base_model: base\nmodels:\n- model: base+one\n  parameters: {weight: 0.5}\ndtype: bfloat16"
+    (path / "adapters.yml").write_text(f"merge_method: linear\n{of_adapters}")
     (path / "mergekit.yml").write_text("merge_method: ties\nmodels: []\n")
     save(kohya(denoiser), path / "flat.safetensors")
     return path
@@ -157,7 +172,7 @@ LINES = {
     "base one two --method dare_ties --drop_rate 0.4": "base one two --method dare_ties --density 0.6", "ema one two": "average one two",
     "base one --output_dtype BFLOAT_16": "base one --dtype bf16", "base one --mixed_precision fp16": "base one --dtype fp16",
     # Configurations of other programs, files joined by a plus, tags with names, block weights by a preset
-    "axolotl merge-lora axolotl.yml": "./base.safetensors ./one.safetensors -o ./merged", "axolotl.yml": "./base.safetensors ./one.safetensors -o ./merged",
+    "axolotl merge-lora axolotl.yml": "./base.safetensors ./one.safetensors -o ./out/merged", "axolotl.yml": "./base.safetensors ./one.safetensors -o ./out/merged",
     "axolotl merge-lora axolotl.yml --lora-model-dir=two --output-dir x": "./base.safetensors two -o x",
     "base+one -o x": "base one -o x", "base <lora:one:te=0.5:unet=0.8:dyn=64>": "base one.safetensors:1,unet=0.8,te=0.5",
     "base lora_name=one strength_model=0.8": "base one --strength-for unet=0.8",
@@ -182,10 +197,17 @@ LINES = {
     "base one --output_dir x --hub_model_id me/x --push_to_hub": "base one -o x", "unmerge --sd_model base --lora one -o x": "unmerge base one -o x",
     # Lines of Python, inputs of nodes
     "p.load_lora_weights('one.safetensors');p.fuse_lora(lora_scale=0.7)": "base.safetensors one.safetensors:0.7",
-    "p.set_adapters(['one','two'],adapter_weights=[0.7,0.3])": "combine one:0.7 two:0.3",
+    "p.set_adapters(['one','two'],adapter_weights=[0.7,0.3])": "base.safetensors one:0.7 two:0.3",
     "P.from_pretrained(A.from_pretrained('base'),'one').merge_and_unload().save_pretrained('x')": "base one -o x",
     '{"1":{"inputs":{"ckpt_name":"base"}},"2":{"inputs":{"lora_name":"one","strength_model":0.8,"model":["1",0]}}}': "base one --strength-for unet=0.8",
     "ckpt_name: base lora_name: one strength_model: 0.8": "base one --strength-for unet=0.8", "lora_name=one strength_model=0.8": "base.safetensors one --strength-for unet=0.8",
+    'p.load_lora_weights("one",adapter_name="a");p.load_lora_weights("two",adapter_name="b");p.set_adapters(["a","b"],[0.8,0.4]);p.fuse_lora(lora_scale=0.5)': "base.safetensors one:0.4 two:0.2",
+    "base p.load_lora_weights('./',weight_name='one') p.fuse_lora(lora_scale=0.5)": "base one:0.5", "python fuse.py": "base one:0.8 -o x",
+    'base {"a":{"on":true,"lora":"one","strength":0.8},"b":{"on":false,"lora":"two","strength":1}}': "base one:0.8",
+    "workflow.json": "base one --strength-for unet=0.8 --strength-for te=0.5", "merge ckpt_name=base lora_name=one strength_model=0.8 filename_prefix=x": "base one -o x --strength-for unet=0.8",
+    "mergekit-yaml adapters.yml x": "base one:0.5 -o x --method sum --dtype bfloat16", "cp --recursive base one merged/": "base one -o merged/",
+    "nohup python3 -u merge_lora.py --sd_model base --models one": "base one", "resize one --new_rank 2 --new_alpha 1": "resize one --rank 2 --alpha 1",
+    "sd -m base --lora-model-dir . -p <lora:one:0.8> -o x.safetensors": "base one.safetensors:0.8 -o x.safetensors", "base one --save_precision fp8": "base one --dtype fp8_e4m3fn",
     # A line that is refused: the one of its own error
     "combine one two --combination_type ties --density 0.5": "combine one two --method ties --density 0.5 --rank 32", "convert one --input-format kohya --base base": "convert one --base base --to diffusers",
     "m.add_weighted_adapter(['one','two'],[0.7,0.3],combination_type='ties')": "combine one:0.7 two:0.3 --method ties --rank 32", "one two --strength 0.8 0.5 -o x": "combine one:0.8 two:0.5 -o x",
@@ -221,16 +243,16 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
     ("batch --config j.json --jobs 2", ["write lora-merge batch j.json --workers 2\n"]),
     ("compare --a base --b tuned", ["write lora-merge compare base tuned\n"]),
-    ("base one --vae tuned", ["leave it out: a merge is into one file; write lora-merge base one\n"]),
+    ("base one --vae tuned", ["leave it out: it is not merged into; write lora-merge base one\n"]),
     ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "--some 0.5 (not known here; a strength is written one:0.5)"]),
     ("base one --fp16 --other x.safetensors", ["--other x.safetensors (not known here; an output is written -o x.safetensors)"]),
     ("base one two --fp16 --lbws strong weak", ["for --lbws strong weak, use --strength-for lbw=1,0,0,… with a number for each block; write lora-merge base one two --dtype fp16"]),
     ("accelerate launch --num_processes 1 train_network.py --pretrained_model base --network_weights one", ["train_network.py trains", "name the files: lora-merge base one\n"]),
     ("python lora_interrogator.py --sd_model base --model one", ["write lora-merge inspect base one\n"]),
     ("axolotl merge-lora no.yml", ["there is no no.yml here"]),
-    ("convert_lora_to_gguf.py --base base one --outfile x.gguf", ["ComfyUI-GGUF loads no model with the names of this base", "write lora-merge base one -o x.safetensors\n"]),
-    ("pipe.load_lora_weights('one.safetensors')", ["a line of Python", "name the base: lora-merge base.safetensors one.safetensors\n"]), ("base one --load_in_8bit", ["leave it out: a merge is computed in full precision"]),
-    ("batch axolotl.yml", ["a configuration of another program", "write lora-merge ./base.safetensors ./one.safetensors -o ./merged\n"]),
+    ("convert_lora_to_gguf.py --base base one --outfile x.gguf", ["writes an adapter as GGUF, which lora-merge does not", "lora-merge base one\n"]), ("convert one --outfile x.gguf --base base", ["no adapter is written as GGUF"]),
+    ("pipe.load_lora_weights('one.safetensors')", ["this is Python", "name the base: lora-merge base.safetensors one.safetensors\n"]), ("base one --load_in_8bit", ["leave it out: a merge is computed in full precision"]),
+    ("batch axolotl.yml", ["a configuration of another program", "write lora-merge ./base.safetensors ./one.safetensors -o ./out/merged\n"]),
     ("base one --weight x", ["for --weight x, write the strength after the file name: one:0.8; write lora-merge base one"]),
     ("base one --only IN04 --out o", ["for --only IN04, use --strength-for, such as --strength-for te=0; write lora-merge base one -o o"]),
     ("base one --config jobs.yaml", ["for --config jobs.yaml, several merges go into a jobs file: lora-merge batch JOBS.yaml; write lora-merge base one"]),
@@ -242,7 +264,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("average one two --weights 2,1", ["add up to 1, these to 3", "write lora-merge average one two --weights 0.666667,0.333333\n"]),
     ("average one two --weights 70,30", ["add up to 1, these to 100", "write lora-merge average one two --weights 0.7,0.3\n"]),
     ("denoiser flat --te 0.5", ["leave it out: the base has no text encoder; write lora-merge denoiser flat"]),
-    ("base one --quantization fp8", ["the base has no weight to quantise", "write lora-merge base one --dtype keep\n"]),
+    ("base one --quantization fp8", ["write lora-merge base one --dtype fp8_e4m3fn\n"]),
     ("base:0.5 one:0.8", ["a base has no strength, so :0.5 is left out: "]), ("resize one --rank 2 3", ["--rank has two values, 2 and 3", "keep one of them"]),
     ("base one:0.5,0.6,0.7", ["several strengths", "write one:0.5, or by block one:1,lbw=0.5,0.6,0.7\n"]),
     ("extract tuned", ["write lora-merge extract tuned base.safetensors; or, if tuned is the model after the training, lora-merge extract base.safetensors tuned"]),
@@ -254,7 +276,9 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("llama-export-lora -m no.gguf --lora-scaled a.gguf 0.8 -o x.gguf", ["write lora-merge no.gguf a.gguf:0.8 -o x.gguf; that line has a mistake, too"]),
     ("mlx_lm.lora --model base --train --data d", ["mlx_lm.lora trains"]), ("axolotl train no.yml", ["axolotl trains"]), ("pip install lora", ["pip is a command of the shell", "pip install lora\n"]),
     ("llama-quantize base x Q4_K", ["llama-quantize quantises models", "lora-merge base bare.safetensors --dtype q8_0\n"]), ("mlx_lm.convert --hf-path base", ["converts models, and lora-merge adapters"]),
-    ("m.save_pretrained('x')", ["name a base and an adapter, or run it in Python"]), ("base one --hub_model_id x", ["use -o hf://OWNER/NAME"]),
+    ("m.save_pretrained('x')", ["name the files: lora-merge BASE ADAPTER -o x\n"]), ("m.eval()", ["name a base and an adapter, or run it in Python"]), ("base one --hub_model_id x", ["use -o hf://OWNER/NAME"]),
+    ("ModelMergeSimple model1=base model2=tuned", ["merges whole models", "lora-merge extract base.safetensors "]), ("merge_models.py --models base tuned", ["merge_models.py merges whole models"]),
+    ("run.py toolkit.yaml", ["a configuration of AI-Toolkit"]), ("cp one x.safetensors", ["cp is a command of the shell"]), ("base <lora:one:0.8:dyn=16>", ["leave out dyn=16", "write lora-merge base one.safetensors:0.8\n"]),
     ("base one --upload-repo me/x", ["write lora-merge base one -o hf://me/x\n"]), ("base one --export-gguf", ["convert_hf_to_gguf.py of llama.cpp"]),
     ("base one two --ratio 0.8", ["give one for each adapter, such as lora-merge base one:0.8 two:0.8"]),
 ])  # fmt: skip

@@ -22,6 +22,10 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
     "a merge quantises what it writes: lora-merge BASE ADAPTER --dtype q8_0":
         "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[llama-quantize base x Q4_K-parts12]",
+    "run it as it is; or merge the adapter: lora-merge BASE ADAPTER":
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[convert_lora_to_gguf.py --base base one --outfile x.gguf-parts15]",
+    "write what each adds to a model as an adapter: lora-merge extract BASE TUNED; then merge these":
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[ModelMergeSimple model1=base model2=tuned-parts50]",
     "name the files: lora-merge BASE ADAPTER":
         "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[accelerate launch --num_processes 1 train_network.py --pretrained_model base --network_weights one-parts12]",
     "write --max-memory …MiB":
@@ -150,7 +154,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
 BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     "another file, download, training or export is needed": (
         "download", "export", "save", "get", "take", "train", "convert", "merge", "resize", "update", "load", "unpack",
-        "DeepSpeed's", "the", "it", "keep", "combine", "run",
+        "DeepSpeed's", "the", "it", "keep", "combine", "run", "convert_lora_to_gguf.py",
     ),
     "the user names another file, or a value, that a test of the error has as its right case": (
         "use", "write", "lora-merge", "give", "at", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
