@@ -17,7 +17,6 @@ from ..paths import ENDINGS, exists, expand, is_file, typed, words_of
 from .compat import FOREIGN_COMMANDS
 from .corrected_line import is_adapter
 from .foreign_inputs import (
-    NAME_THE_FILES,
     OF_CONFIGURATION,
     OF_PYTHON,
     functions_of,
@@ -103,13 +102,15 @@ def _named_program(
     command = next(filter(None, (_command_of(word, commands) for word in named)), "")
     _check_task(args, [*named, *(word for word in words if word == "--train")], complete=complete)
     if command == "convert" and models == files != []:
-        raise UsageError(f"{named[0]} converts models, and lora-merge adapters", " ".join(args)[:200], NAME_THE_FILES)
+        raise UsageError(f"{named[0]} converts models, and lora-merge adapters", " ".join(args)[:200],
+                         "run it as it is")  # fmt: skip
     of_module = any(re.fullmatch(r"\w+\.\w+", word) and not word.endswith(ENDINGS) for word in named)  # mlx_lm.fuse
     certain = any(word.endswith(".py") or word.replace("-", "_") in FOREIGN_COMMANDS for word in named)
     certain = certain or (bool(command) and (len(named) > 1 or of_module))
     if not (certain or complete or any(is_foreign(word.partition("=")[0]) for word in words if word.startswith("-"))):
         return None
-    what = f"{named[0]} is another program" if exists(named[0]) or named[0] in OF_SHELL else NO_PROGRAM
+    of_program = certain and (named[0] in OF_SHELL or re.search(r"[\W_]", named[0]) or len(named) > 1)
+    what = f"{named[0]} is another program" if of_program else NO_PROGRAM
     if not words and is_file(expand(named[0])):  # a script
         words = of_python(_text(named[0]))
     elif command == "extract" and "mergekit" in named[0] and not "".join(word[:1] for word in words[:2]).count("-"):
@@ -142,7 +143,8 @@ def _check_task(args: Sequence[str], named: Sequence[str], *, complete: bool) ->
     """Raise UsageError for a program that does what this one does not. `complete`: whether files are named."""
     line, name = " ".join(args)[:200], named[0]
     if any(_trains(word) for word in named if word.endswith(".py") or word != name):
-        raise UsageError(f"{name} trains, and lora-merge merges what is trained", line, NAME_THE_FILES)
+        raise UsageError(f"{name} trains, and lora-merge merges what is trained", line,
+                         "train first, then merge what it writes")  # fmt: skip
     if re.fullmatch(MERGERS, name):
         fix = "write what each adds to a model as an adapter: `lora-merge extract BASE TUNED`; then merge these"
         raise UsageError(f"{name} merges whole models", line, fix)
