@@ -68,7 +68,7 @@ class StackedPatch:
         magnitude = self.magnitude
         if magnitude is not None:
             magnitude = magnitude[0], _cut(magnitude[1], 1, low - self.rows.start, high - low)
-        return replace(self, tensors=replace(self.tensors, **cut), rows=slice(low - rows.start, high - rows.start),
+        return replace(self, tensors=self.tensors._replace(**cut), rows=slice(low - rows.start, high - rows.start),
                        magnitude=magnitude)  # fmt: skip
 
     def region(self, block: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def test_every_formula_gets_one_weight_in_memory_of_its_own_on_one_core(
     seen: list[tuple[bool, ...]] = []
 
     def checked(blocks: Sequence[Any], base: Tensor, stacks: Sequence[StackedPatch], *more: Any) -> Tensor:
-        used = [t for s in stacks for t in tree_leaves([vars(s.tensors), s.strength, s.view, s.magnitude])]
+        used = [t for s in stacks for t in tree_leaves([s.tensors._asdict(), s.strength, s.view, s.magnitude])]
         own = [t for t in used if isinstance(t, Tensor) and t.numel()]
         starts = [t.untyped_storage().data_ptr() % CACHE_LINE == 0 for t in own]
         alone = base.data_ptr() % CACHE_LINE == 0
