@@ -26,9 +26,8 @@ from .foreign_inputs import (
 )
 from .typed_line import looks_like_path, names_file
 
-LAUNCHERS: Final = (
-    r"(?:.*[\\/])?python[0-9.]*(?:\.exe)?|!.*|py|-[muc]|accelerate|launch|torchrun|uv|run|nohup|sudo|time|[A-Z_]+=.*"
-)
+PYTHON_PROGRAM: Final = r"(?:.*[\\/])?(?i:python[0-9.]*|accelerate|torchrun)(?i:\.exe)?"
+LAUNCHERS: Final = rf"{PYTHON_PROGRAM}|!.*|&|py|-[muc]|launch|uv|run|nohup|sudo|time|[A-Z_]+=.*"
 """Words before the name of a program that is written in Python."""
 TRAINERS: Final = "(?:pre|fine)?(?:train|tune)(?:ing|er)?|sft|dreambooth"
 """Words in the names of programs that train."""
@@ -69,7 +68,8 @@ def program_of(args: Sequence[str], commands: Collection[str], is_foreign: Calla
         len(args) == 1 and re.search(r"\w -", args[0]) and not exists(args[0]) and "(" not in args[0]
     ):  # a line in quotes
         args = words_of(args[0])
-    plain = [*dropwhile(lambda word: re.fullmatch(LAUNCHERS, word), args)]
+    starts = [n for n, word in enumerate(args) if re.fullmatch(PYTHON_PROGRAM, word)]  # conda run -n NAME python
+    plain = [*dropwhile(lambda word: re.fullmatch(LAUNCHERS, word), args[starts[0] if starts else 0 :])]
     scripts = [n for n, word in enumerate(plain) if word.endswith(".py")]
     plain = plain[scripts[0] :] if scripts and len(plain) < len(args) else plain
     named = _name(plain, commands)

@@ -207,7 +207,8 @@ class TypedLine:
             raise NotClear(option)
         if form == Role.MODEL:
             of_merge = Role.ADAPTERS if is_file and is_adapter(value) else Role.BASE
-            return (of_merge if self.command.merges else ""), advice
+            by_name = "--base {}" if self.command.name == "verify" else ""
+            form = of_merge if self.command.merges else by_name
         return form, advice
 
     def _may_name(self, option: str, words: Sequence[str]) -> bool:
@@ -313,6 +314,9 @@ class TypedLine:
                     return values
                 return self._leave_out(option, Role.NOT_CLEAR, advice, values)
         self.settings.append(Setting(typed, words))
+        if form == "--adapter {}":  # of verify: several
+            self.settings += [Setting(f"{option} {word}", ("--adapter", word)) for word in rest if names_file(word)]
+            rest = [word for word in rest if not names_file(word)]
         if form.startswith("-") and rest and right_form(value) and right_form(rest[0]) and not exists(rest[0]):
             self.conflicts.append(f"{option} has two values, {value} and {rest[0]}")  # --rank 4 8
             return rest[1:]

@@ -195,6 +195,7 @@ LINES = {
     "convert_model.py --input-name one --output-model-destination x.safetensors --output-dtype FLOAT_16 --output-model-format LEGACY_SAFETENSORS --base base": "convert one -o x.safetensors --dtype fp16 --to kohya --base base",
     "accelerate launch --num_processes 1 merge_lora.py --sd_model base --models one": "base one", "average one one --beta 0.9": "average one one --ema 0.9",
     "base one --output_dir x --hub_model_id me/x --push_to_hub": "base one -o x", "unmerge --sd_model base --lora one -o x": "unmerge base one -o x",
+    "/venv/Scripts/accelerate.EXE launch /sd/merge_lora.py --sd_model base --models one": "base one", "conda run -n sd python merge_lora.py --sd_model base --models one": "base one",
     # Lines of Python, inputs of nodes
     "p.load_lora_weights('one.safetensors');p.fuse_lora(lora_scale=0.7)": "base.safetensors one.safetensors:0.7",
     "p.set_adapters(['one','two'],adapter_weights=[0.7,0.3])": "base.safetensors one:0.7 two:0.3",
@@ -242,6 +243,7 @@ def test_line_of_the_fix_is_accepted_as_typed(words: str, folder: Path, monkeypa
     ("base one --nonsense x --threads 4", ["--nonsense x (not known here), --threads 4 (all cores are used)"]),
     ("base one two -s 0.5,0.6,0.7", ["3 strengths for 2 adapters", "leave out 0.7 (every adapter has a strength)"]),
     ("batch --config j.json --jobs 2", ["write lora-merge batch j.json --workers 2\n"]),
+    ("verify base --model base --lora one:0.8 two:0.5 --tolerance 1", ["--tolerance 1 (not known here)", "write lora-merge verify base --base base --adapter one:0.8 --adapter two:0.5\n"]),
     ("compare --a base --b tuned", ["write lora-merge compare base tuned\n"]),
     ("base one --vae tuned", ["leave it out: it is not merged into; write lora-merge base one\n"]),
     ("base one --fp16 --some 0.5", ["no option --fp16 nor --some here", "--some 0.5 (not known here; a strength is written one:0.5)"]),
