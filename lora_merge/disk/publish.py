@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 import time
@@ -128,7 +127,7 @@ def sibling(target: Path) -> Path:
         if len(os.fsencode(target.name)) <= NAME_ROOM
         else target.name.encode("utf-8", "replace")[:NAME_ROOM].decode("utf-8", "ignore")
     )
-    return target.with_name(f".{name}.{secrets.token_hex(6)}.lora-merge.part")
+    return target.with_name(f".{name}.{os.urandom(6).hex()}.lora-merge.part")
 
 
 def named(part: Path, target: Path) -> Callable[[str], str]:

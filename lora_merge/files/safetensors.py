@@ -16,7 +16,6 @@ whether they were changed. It is not a signature: anyone who edits the header ca
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import struct
@@ -270,6 +269,8 @@ def _dumped(value: Any) -> bytes:
 
 def sealed(header: bytes) -> bytes:
     """Return the header with the digest in place of the zeros in its entry."""
+    import hashlib
+
     at = _seal_place(header)
     assert header[at : at + 64] == ZERO_HASH.encode(), "only a new header is sealed"
     return header[:at] + hashlib.sha256(header).hexdigest().encode() + header[at + 64 :]
@@ -283,6 +284,8 @@ def intact(path: Path, header: Header) -> bool | None:
     digest = header.metadata.get(SEAL)
     if digest is None:
         return None
+    import hashlib  # imported here: most runs of the command line hash nothing
+
     with open_regular(path) as f:
         raw = f.read(header.data_offset)
     at = _seal_place(raw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,6 +60,8 @@ def digest(adapter: AdapterFile) -> str:
     """Return the SHA-256 of an adapter's files, joined by +; of an adapter in memory, that of its tensors."""
     if all(f.exists() for f in adapter.index.files):
         return "+".join(sha256(f) for f in adapter.index.files)
+    import hashlib
+
     sha256_of_tensors = hashlib.sha256()
     for name, info in sorted(adapter.index.tensors.items()):
         assert isinstance(info.source, Memory), "tensors without a file are in memory"

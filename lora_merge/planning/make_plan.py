@@ -67,7 +67,7 @@ def _files(matched: Matches, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
     container.check_tensors(t for targets in by_file.values() for t in targets)
     # Its header, with blanks for what is known after the merge: digests of the inputs, sums of codes.
     digests = blanks(base, [m.adapter.index for m in matched.adapters])
-    by_merge = entries(job, base, matched.adapters, digests)
+    by_merge = entries(job, base, matched.adapters, digests, blank=True)
     files = []
     coded = checksummed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
@@ -34,6 +33,8 @@ OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)
 
 CHECKSUMS: Final = "lora_merge.crc32"
 """The entry with the sums of changed codes and scales (header_entries.py)."""
+
+LEGACY_DIGITS: Final = 8  # of the hash that older web UIs show
 
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", CHECKSUMS)
 """Metadata entries of the base that are dropped: a hash of the file itself would be wrong in the output."""
@@ -69,10 +70,13 @@ def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
     return list(islice(free, sum(len(index.files) for index in (base, *adapters))))
 
 
-def entries(job: Job, base: Index, matches: Sequence[Match], digests: Sequence[str]) -> Iterator[dict[str, str]]:
+def entries(
+    job: Job, base: Index, matches: Sequence[Match], digests: Sequence[str], *, blank: bool = False
+) -> Iterator[dict[str, str]]:
     """Yield our own metadata entries of every output file, in the order of the base's files; none for --no-metadata.
 
-    `digests`: SHA-256 of the base's files and each adapter's.
+    `digests`: SHA-256 of the base's files and each adapter's. `blank`: whether they are placeholders; nothing is hashed
+    then.
     """
     if job.no_metadata:
         yield from ({} for _ in base.files)
@@ -80,7 +84,7 @@ def entries(job: Job, base: Index, matches: Sequence[Match], digests: Sequence[s
     names = _utf8(", ".join(input_name(p) for p in (job.base, *(a.path for a in job.adapters))))
     single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
     adapters = [match.adapter.index for match in matches]
-    others = _web_ui(job, base, adapters, digests) if single else {}
+    others = _web_ui(job, base, adapters, digests, blank=blank) if single else {}
     for of_file in recipes(job, base, adapters, digests, [match.strengths for match in matches]):
         yield {KEY: _json(of_file), SEAL: ZERO_HASH, "modelspec.merged_from": names, **others}
 
@@ -165,7 +169,7 @@ def config_hash(path: Path) -> str:
     return sha256(file) if file else ""
 
 
-def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:
+def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str], *, blank: bool) -> dict[str, str]:
     """Return the entries that AUTOMATIC1111's web UI and its relatives write for a merged checkpoint and show in it."""
     files = [(base.files[0], job.base.name, digests[0])]
     number = len(base.files)
@@ -185,14 +189,17 @@ def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
     models = parsed(base.metadata.get(MODELS, "")) or {}
     earlier = parsed(base.metadata.get("sd_merge_recipe", ""))
     for n, (file, name, digest) in enumerate(files):
-        models[digest] = {"name": name, "legacy_hash": _legacy(file), "sd_merge_recipe": None if n else earlier}
+        legacy = digest[:LEGACY_DIGITS] if blank else _legacy(file)
+        models[digest] = {"name": name, "legacy_hash": legacy, "sd_merge_recipe": None if n else earlier}
     return {"sd_merge_recipe": _json(shown), MODELS: _json(models)}
 
 
 def _legacy(file: Path) -> str:
+    import hashlib
+
     with open_regular(file) as f:
         f.seek(LEGACY_HASH[0])
-        return hashlib.sha256(f.read(LEGACY_HASH[1])).hexdigest()[:8]
+        return hashlib.sha256(f.read(LEGACY_HASH[1])).hexdigest()[:LEGACY_DIGITS]
 
 
 def _json(value: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -182,6 +181,8 @@ def _reader(contents: SourceFiles, opener: Opener, name: str) -> ReadRange:
 
 def _folder() -> Path:
     """Return the folder of all previews, which ends with the process."""
+    import tempfile  # imported here: local files need none
+
     if not _folders or not _folders[0].exists():
         _folders[:] = [Path(os.path.realpath(tempfile.mkdtemp(prefix="lora-merge-headers-")))]
         atexit.register(shutil.rmtree, _folders[0], ignore_errors=True)
@@ -190,6 +191,8 @@ def _folder() -> Path:
 
 def folder_of_links(name: str, files: Mapping[str, Path]) -> Path:
     """Return a folder of this name, for the time of the process, with links to files by their names inside it."""
+    import tempfile
+
     folder = Path(tempfile.mkdtemp(dir=_folder())) / file_name(name)
     for inside, path in files.items():
         (link := folder / inside).parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ hands it to the sink of its address, which uploads it and reads what it has uplo
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +56,8 @@ def sink_at(path: Path) -> Sink | None:
 @lru_cache
 def outbox(cache: Store) -> Path:
     """Return the folder of local copies; what killed runs have left there is removed."""
+    import tempfile
+
     folders = [cache.root] if cache.named else [cache.root, Path(tempfile.gettempdir())]
     folder = max(folders, key=free_bytes)
     for path in sorted((folder / UPLOADS).rglob("*"), reverse=True):  # the innermost first

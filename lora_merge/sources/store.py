@@ -7,7 +7,6 @@ pinned address, sizes and SHA-256. All are below the folder of `--cache` or `$LO
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..addresses import CIVITAI, WEB, Address, downloads_folder, parse
-from ..disk.publish import put_file
 from ..disk.remote import RANGES_AT_ONCE, ReadRange
 from ..errors import MergeError
 from ..paths import forbidden
@@ -49,6 +47,8 @@ class Store:
 
     def entry(self, contents: SourceFiles, variant: str = "") -> Path:
         """Return the folder for the files of an address. `variant`: what distinguishes two states of one URL."""
+        import hashlib
+
         digest = hashlib.sha256(f"{contents.address} {variant}".encode()).hexdigest()
         return self.root / digest[:32] / file_name(contents.name)
 
@@ -139,6 +139,7 @@ class StoredSource(ABC):
         from filelock import FileLock
 
         from ..disk.hashes import know  # its threads take six modules, and most commands download nothing
+        from ..disk.publish import put_file
 
         folder = self.folder(contents)
         for name in names:
@@ -155,6 +156,7 @@ class StoredSource(ABC):
 
     def download(self, contents: SourceFiles, name: str, target: Path, advance: Advance) -> str:
         """Download a file to a path, by several ranges at a time; return its SHA-256."""
+        import hashlib
         from concurrent.futures import ThreadPoolExecutor  # as in `disk/remote.py`
 
         read, size = self.reader(contents, name), contents.files[name].size
