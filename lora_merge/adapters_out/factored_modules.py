@@ -214,15 +214,16 @@ class FactoredSums:
             return None
         ranks = [len(f.down) for f in factors]
         scales = [weight * f.scale for weight, f in zip(weights, factors, strict=True)]
+        of_columns = np.repeat(scales, ranks)
         ups, down = [f.up for f in factors], np.concatenate([f.down for f in factors])
         left, right = widened(np.concatenate(ups, 1), dtype, np.float32), widened(down, dtype, np.float32)
-        left *= np.repeat(scales, ranks).astype(np.float32)
+        left *= of_columns.astype(np.float32)
         bits = FactorBits(dtype, ups, scales, down)
         norms = dict[int, float]()
         delta = FactoredDelta(left, right, max(ranks), {target.label: norms}, bits)
         # Step 2: the norms of all terms, by which fp32 holds it or not.
         columns, rows = delta.grams
-        largest = DTYPE_ROWS[dtype].largest * np.minimum(np.abs(np.repeat(scales, ranks)), 1.0)
+        largest = DTYPE_ROWS[dtype].largest * np.minimum(np.abs(of_columns), 1.0)
         if not is_below(columns, largest) or not is_below(rows, DTYPE_ROWS[dtype].largest):
             return None
         both, starts = np.multiply(columns, rows, dtype=np.float64), [0, *accumulate(ranks[:-1])]
@@ -361,7 +362,7 @@ class FactoredModules:
             return None
         if not isfinite(factors.squares):
             raise beyond_fp64(place.name)
-        if not all_finite(factors.up, self.dtype) or not all_finite(factors.down, self.dtype):
+        if not factors.finite and not all(all_finite(bits, self.dtype) for bits in (factors.up, factors.down)):
             raise beyond_dtype(f"{self.conversion.job.output}: {place.label}")
         entries = {to.endings[slot]: Entry(slot, self.dtype, stored, data_of(bits))
                    for slot, (bits, stored) in factors.of_shape(place.view.shape).items()}  # fmt: skip

@@ -409,6 +409,7 @@ class StoredFactors(NamedTuple):
     squares: float
     lost: float
     spectrum: Spectrum | None = None  # of Δ, if it was decomposed
+    finite: bool = False  # whether all values are known to be finite
 
     @property
     def rank(self) -> int:
@@ -445,7 +446,7 @@ def exact(delta: FactoredDelta, cut: Cut, dtype: str) -> StoredFactors:
     real = widened(up, dtype, left.dtype)
     real = real if scale == 1 else real * scale
     lost = apart(left, right, real, right if bits else widened(down, dtype, left.dtype), grams.rows)
-    return StoredFactors(up, down, alpha, delta.squares, lost)
+    return StoredFactors(up, down, alpha, delta.squares, lost, finite=bits is not None and scale == 1)
 
 
 class RoundedPair(NamedTuple):
