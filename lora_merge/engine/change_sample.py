@@ -63,7 +63,7 @@ SUMS: Final = 6
 PART_SUMS: Final = 3
 """Of the change of each adapter: ΔW², error · ΔW, and error² where it changes values."""
 
-WAITING_VALUES: Final = 2**21
+WAITING_VALUES: Final = 2**19
 """The numbers of rows that wait for their sums, until these are made."""
 
 PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
