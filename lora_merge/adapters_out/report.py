@@ -169,7 +169,8 @@ def _layer(layer: Mapping[str, Any]) -> str:
     """Return the kind and rank of a layer, and as far as they are known what is lost and its largest number."""
     numbers = {"residual": layer.get("residual"), "largest |ΔW|": layer.get("largest")}
     known = (f"{name} {number:.3g}" for name, number in numbers.items() if number is not None)
-    return ", ".join([layer["algorithm"], f"rank {layer['rank']}", *known])
+    rank = f"rank {layer['rank']}" if layer["rank"] or layer["algorithm"] == WHOLE else "rank from its values"
+    return ", ".join([layer["algorithm"], rank, *known])
 
 
 def _ranks_and_share(report: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
 
 def check_words(words: Sequence[str]) -> None:
     """Raise UsageError for a number or a joining word among the adapters."""
-    joining = [word for word in words if word in ("+", "&", "and", "with", "^", "`", "\\") and not exists(word)]
+    joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
         raise UsageError("a word is not an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
     if values := [word for word in words if right_form(word) and not exists(word)]:

@@ -99,9 +99,9 @@ def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
 
 def check_spaces(args: Sequence[str]) -> None:
     """Raise UsageError for words that together are one: a file with its strength, a size, a name that needs quotes."""
-    if any(word and re.match(r"\s+-|\s*\\?\s*$", word) for word in args):  # of several lines
-        words = [word.strip() for word in args if word.strip() not in ("", "\\")]
-        raise UsageError("a space before an option", " ".join(args)[:200], f"write {line(words)}")
+    if any(word and re.match(r"\s+-|\s*[\\^`]?\s*$", word) for word in args):  # of several lines
+        words = [word.strip() for word in args if word.strip() not in ("", "\\", "^", "`")]
+        raise UsageError("a break in the line", " ".join(args)[:200], f"write {line(words)}")
     for at, word in enumerate(args):
         if word.startswith("-") or exists(with_found_ending(word)):
             continue

@@ -22,7 +22,7 @@ STRENGTH_AFTER_BASE: Final = "a strength after the base"
 Refusal: TypeAlias = Callable[[Sequence[str]], MergeError | None]
 """Words of a line → the error with which the line is refused, or None if it is accepted."""
 
-FEW: Final = 4
+FEW: Final = 3
 """Words that are named as the wrong ones of a line; of more the line itself is wrong."""
 
 UNMERGE: Final = "unmerge"

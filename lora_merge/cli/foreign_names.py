@@ -90,6 +90,7 @@ MEANINGS: Final[tuple[tuple[str, Foreign], ...]] = (
      "use-safetensors save-model-as template finetuning-type task-type clip-skip max-seq-length clamp-quantile suffix "
      "safe-merge safe-fusing load-precision adapter-name group-size log-level no-half-vae "
      "(?:adapter|lora|peft|network)-type merge-lora "
+     "to-safetensors skip-existing continue-on-error show-metadata "
      "no-sort mode mem-eff-load-save mem-eff-safe-open safetensors diffusers dropout+",
      _leave(NOT_NEEDED)),
     ("fuse-unet", _leave(NOT_NEEDED, f"{Role.UNLESS}--strength-for unet=0")),

@@ -331,6 +331,8 @@ def _refusal(words: Sequence[str]) -> MergeError | None:
             _program()([*words, DRY_RUN_WORD], prog_name="lora-merge", standalone_mode=False)
     except REFUSED as e:
         failed: BaseException = refused(e, words, _program().commands)
+    except _Stopped:  # the error is shown as it is
+        return None
     except Exception as e:  # noqa: BLE001  # what is no MergeError is not about the line
         failed = as_resource_error(e) or e
     else:

@@ -192,7 +192,7 @@ def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, r
 @pytest.mark.parametrize(("words", "fix"), [
     (["base,lora"], "write lora-merge base lora"), (["base lora"], "write lora-merge base lora"),
     (["base", "lora=0.8,loras/ink=0.5"], "write lora-merge base lora.safetensors:0.8 loras/ink.safetensors:0.5"),
-    (["base", "^", "lora"], "leave it out; adapters follow the base"),
+    (["base", "^", "lora"], "write lora-merge base lora"), (["base", " --half", "lora"], "--half: there is no option --half here; write lora-merge base lora --dtype fp16"),
     *((["base", text], 'write "$LORA", or the path itself') for text in ("%LORA%", "$env:LORA", "$LORA:0.8", "${LORA}")),
 ])  # fmt: skip
 def test_words_of_another_shell_and_lists_are_answered(run: Run, words: list[str], fix: str) -> None:
