@@ -233,14 +233,16 @@ def _of_configuration(path: str, stated: set[str]) -> Iterator[str]:
     from ..files.file_signatures import LONGEST_BEGINNING, is_mergekit, of_mergekit, top_fields
     from ..files.yaml_source import parse, read_text
 
-    fields, names = {}, set[str]()
-    with suppress(OSError, MergeError):  # the command itself reports it
-        names = top_fields(expand(path))
-        if is_mergekit(names) or any(_role(f"--{name}") for name in names):
-            fields = parse(read_text(expand(path), LONGEST_BEGINNING), path).value
+    try:
+        names, text = top_fields(expand(path)), read_text(expand(path), LONGEST_BEGINNING)
+        ours = {"jobs", "base", "adapters"} & names
+        of_files = is_mergekit(names) or any(_role(f"--{name}") for name in names)
+        fields = parse(text, path).value if of_files and not ours else {}
+    except (OSError, MergeError):  # the command itself reports it
+        return
     if {"job", "config"} <= names:
         raise UsageError("this is a configuration of AI-Toolkit, which merges into no model", path, NAME_THE_FILES)
-    if not isinstance(fields, dict) or {"jobs", "base", "adapters"} & names:
+    if not isinstance(fields, dict):
         return
     if is_mergekit({*fields}):
         if not (words := [*_of_mergekit(fields)]):
