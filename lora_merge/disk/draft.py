@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import IO, Final
 
 from ..errors import MergeError
+from .publish import NEW
 from .system import PLAIN_FLAGS, read_at, write_at
 from .volumes import existing
 from .writer import IN_MEMORY, failure, start_writing
@@ -164,7 +165,7 @@ class Draft:
     def _open(self) -> None:
         path = self.part / self._inside if self._inside else self.part
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FLAGS, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FLAGS, NEW)
         except OSError as e:
             raise self._failure(e) from e
         self._opened.callback(os.close, self._fd)

@@ -20,7 +20,7 @@ from typing import Final
 from filelock import lock_descriptor
 
 from ..process import here, uninterrupted
-from .publish import ATTEMPTS, make_parents
+from .publish import ATTEMPTS, NEW, make_parents
 from .writer import failure
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
@@ -125,7 +125,7 @@ def _release(path: Path, fd: int) -> None:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, CLAIM_FLAGS, 0o666)
+        return os.open(path, CLAIM_FLAGS, NEW)
     except PermissionError:
         if not os.path.lexists(path):
             raise

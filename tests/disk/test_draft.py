@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_merge.disk import draft as module
-from lora_merge.disk.draft import Draft
+from lora_merge.disk.draft import Draft, Heap, HeapBytes
 from lora_merge.disk.publish import replacing
 from lora_merge.errors import ResourceError
 from tests.kit.pairs import examples
@@ -49,6 +51,18 @@ def test_all_bytes_are_behind_the_header_whatever_room_was_left(
     assert found == b"h" * (size - len(whole)) + whole
     assert size == len(found) <= max(options["room"], header) + len(whole)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("room", [0, 60, 1000])
+def test_heap_has_all_bytes_however_puts_and_reads_alternate(tmp_path: Path, room: int) -> None:
+    with patch.object(module, "COPY_BYTES", 16), closing(Heap(tmp_path, room)) as heap:
+        stored: list[tuple[HeapBytes, bytes]] = []
+        for size in (40, 0, 33, 1, 70, 16):
+            part = os.urandom(size)
+            stored.append((heap.put(memoryview(part)), part))
+            for one, whole in reversed(stored):
+                assert b"".join(islice(one.pieces(), 10)) == whole
+    assert not [*tmp_path.iterdir()]
 
 
 def test_draft_that_is_not_published_is_removed(tmp_path: Path) -> None:

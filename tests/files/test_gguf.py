@@ -381,6 +381,18 @@ def test_entries_and_shapes_of_a_stranger_are_refused(
             lora_merge.merge(base, adapter, tmp_path / "out.gguf")
 
 
+@pytest.mark.parametrize(("stated", "noted"), [("llama", False), ("qwen2", True), ("", False)])
+def test_adapter_that_states_another_architecture_than_the_base_is_noted(
+    tmp_path: Path, stated: str, *, noted: bool
+) -> None:
+    base, adapter = tmp_path / "m.gguf", tmp_path / "a.gguf"
+    base.write_bytes(container_of(LLAMA, ["blk.0.ffn_up.weight"]))
+    halves = [f"blk.0.ffn_up.weight.lora_{x}" for x in "ab"]
+    adapter.write_bytes(container_of({**ADAPTER, "general.architecture": stated}, halves))
+    plan = repr(lora_merge.plan(base, adapter, tmp_path / "out.gguf"))
+    assert (f"note a.gguf: it states the architecture {stated!r}, the base 'llama'" in plan) == noted
+
+
 @pytest.mark.parametrize("output", ["out.safetensors", "out.ckpt"])
 def test_lines_for_another_ending_are_right(
     tmp_path: Path, adapter: Path, output: str, monkeypatch: pytest.MonkeyPatch

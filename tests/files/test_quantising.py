@@ -37,8 +37,8 @@ FOLDER = {
 
 
 def base(folder: Path, *, config: bool = False) -> tuple[Path, Tensors]:
-    """Three layers, the last one unchanged; a block, a row and a tile of zeros; one large number."""
-    found: Tensors = {KEPT[0]: rand(8).bfloat16(), **{name: rand(64, 64).bfloat16() for name in KEPT[1:]}}
+    """Three layers, the last one unchanged; a block, a row and a tile of zeros; one large number; a vector of F32."""
+    found: Tensors = {KEPT[0]: rand(8), **{name: rand(64, 64).bfloat16() for name in KEPT[1:]}}
     for number, layer in enumerate(NAMES):
         weight = rand(*SHAPE, seed=number, scale=0.02)
         weight[3] = 0

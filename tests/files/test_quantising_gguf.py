@@ -68,6 +68,15 @@ def test_codes_of_the_scale_0_become_zeros_of_another_type(was: str, kind: str, 
     assert others.any() and not zeros.any()
 
 
+def test_codes_that_keep_their_precision_are_those_of_the_base(tmp_path: Path) -> None:
+    save_file(style(), tmp_path / "style.safetensors")
+    base, out = by_library.write(tmp_path / "flux.gguf", "flux", flux("Q8_0")), tmp_path / "out.gguf"
+    lora_merge.merge(base, tmp_path / "style.safetensors", out, dtype="q4_0", keep_precision=[UNTOUCHED])
+    (values, was), (found, now) = (by_library.read(path)[f"{UNTOUCHED}.weight"] for path in (base, out))
+    assert now == was == "Q8_0"
+    np.testing.assert_array_equal(found, values)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq4_nl"])
 def test_stochastic_rounding_is_right_on_average(kind: str, tmp_path: Path) -> None:

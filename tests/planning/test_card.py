@@ -131,7 +131,10 @@ def test_base_without_a_card_gets_one(inputs: tuple[Path, Path], tmp_path: Path)
     assert "# Ink" in text
     assert front(text)["base_model"] == ["meta/named-by-peft", "peft"]
     assert "license" not in front(text)
+    told = json.loads((inputs[1] / "adapter_config.json").read_text())
+    (inputs[1] / "adapter_config.json").write_text(json.dumps(told | {"_name_or_path": "me/ink"}))
     lora_merge.merge(*inputs, tmp_path / "out", overwrite=True)
+    assert front((tmp_path / "out" / "README.md").read_text())["base_model"] == ["meta/named-by-peft", "me/ink"]
 
 
 @pytest.mark.few(1)

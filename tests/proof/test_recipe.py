@@ -145,6 +145,18 @@ def test_folders_and_name_tables_are_replayed(files: Path) -> None:
         prove(out)
 
 
+def test_folder_of_a_model_and_its_adapter_is_found_as_both_under_another_name(files: Path) -> None:
+    (folder := files / "model").mkdir()
+    save({"layer.weight": torch.eye(8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    factors = {f"base_model.model.layer.lora_{s}.weight": torch.ones(*d) for s, d in (("A", (2, 8)), ("B", (8, 2)))}
+    save(factors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    lora_merge.merge(folder, folder, files / "out")
+    folder.rename(files / "other")
+    assert prove(files / "out")["proven"]
+
+
 def test_configuration_of_the_base_is_one_of_its_files(files: Path) -> None:
     """It decides what is tied and by what names the model goes."""
     (files / "model").mkdir()

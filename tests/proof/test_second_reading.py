@@ -272,6 +272,15 @@ def test_every_family_is_known_on_convolutions(family: str) -> None:
     assert (found.modules, found.proven, found.alone) == (1, 1, [])
 
 
+@pytest.mark.parametrize("family", ["glora", "early glora"])
+@pytest.mark.parametrize("rank", [1, 31, 32, 48])
+def test_layout_of_glora_is_known_below_the_sizes_of_the_weight(rank: int, family: str) -> None:
+    """The two layouts exchange sizes and ranks; the smaller one is the rank only if it is smaller than both sizes."""
+    sizes = {f"a.{end}": tuple(rank if n == 4 else n for n in shape) for end, shape in FAMILIES[family].items()}
+    found = read(index({"a.weight": (64, 32)}), sizes)
+    assert (found.proven, found.alone) == ((1, []) if rank < 32 else (0, ["a"]))
+
+
 def written(
     folder: Path, base: Tensors, adapter: Tensors, config: Mapping[str, Any] | None = None, **options: Any
 ) -> Any:
@@ -302,7 +311,7 @@ def test_sparse_and_ia3_are_known(tmp_path: Path) -> None:
     assert written(tmp_path, base, sparse | ia3) == {"modules": 3, "proven": 3, "alone": [], "why": {}}
 
 
-@pytest.mark.parametrize("kind", ["IA3", "LOHA", "LOKR"])
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "LOKR", "GRALORA"])
 def test_methods_of_peft_are_known(tmp_path: Path, kind: str) -> None:
     base, name = {"m.a.weight": rand(64, 32), "m.a.bias": rand(64), "m.b.weight": rand(64, 32)}, "base_model.model.m"
     adapter, config = {
@@ -310,6 +319,9 @@ def test_methods_of_peft_are_known(tmp_path: Path, kind: str) -> None:
         "LOHA": ({f"{name}.a.hada_{w}": rand(*s, seed=1) for w, s in (("w1_a", (64, 4)), ("w1_b", (4, 32)),
                                                               ("w2_a", (64, 4)), ("w2_b", (4, 32)))}, {"r": 4, "alpha": 2}),
         "LOKR": ({f"{name}.a.lokr_w1": rand(8, 4), f"{name}.a.lokr_w2": rand(8, 8)}, {"r": 4, "alpha": 2}),
+        "GRALORA": ({f"{name}.a.gralora_A": rand(2, 16, 2), f"{name}.a.gralora_B": rand(2, 2, 32),
+                     f"{name}.a.gralora_A_general.weight": rand(3, 32), f"{name}.a.gralora_B_general.weight": rand(64, 3)},
+                    {"r": 2, "hybrid_r": 3, "alpha": 2}),
     }[kind]  # fmt: skip
     found = written(tmp_path, base, adapter, {"peft_type": kind, **config})
     assert found["proven"] == found["modules"] == (2 if kind == "IA3" else 1)
