@@ -164,6 +164,7 @@ class Grid:
 
     @property
     def _bare(self) -> bool:
+        """Whether levels are values; a full proof takes a tenth longer if it computes these from those."""
         return isinstance(self.scale, float) and (self.scale, self.shift) == (1.0, 0.0)
 
 

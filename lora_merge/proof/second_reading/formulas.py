@@ -154,7 +154,7 @@ def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
 
 
 def _glora(s: Stored, shape: Shape) -> str | None:
-    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None if both fit."""
+    """Return which of GLoRA's two layouts it is, which swap outer sizes and ranks; None unless the rank is smaller."""
     rank = min(s["a1"][:2])
     if max(rank, 1) >= min(shape[:2]):
         return None
