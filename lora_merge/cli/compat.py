@@ -180,8 +180,9 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
                              f"give it once: `{flag} {typed(values[-1:])}`")  # fmt: skip
 
 
-def check_command(word: str, commands: Mapping[str, str]) -> None:
-    """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
+def check_command(word: str, commands: Mapping[str, str], *, alone: bool) -> None:
+    """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does; `alone`:
+    whether no other word follows."""
     if exists(word) or not (word in FOREIGN_COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:
@@ -196,7 +197,7 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
         suggestions = [f"lora-merge {command} … ({_first_letter_small(commands[command])})" for command in near]
         fix = "did you mean " + " or ".join([*suggestions, *files]) + "?"
     error = UsageError("there is neither such a command nor such a file", word, fix)
-    raise error if near else error.instead(word, *files)
+    raise error.instead(word, *(() if alone else near[:1])) if near else error.instead(word, *files)
 
 
 def _first_letter_small(text: str) -> str:

@@ -333,7 +333,7 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
         files = [*base, *(word for word in files if word not in base), *tuned]
     else:
         files = [*base, *files, *tuned]
-    if command.merges and reading.foreign and len(files) < 2:
+    if command.options and reading.foreign and len(files) < 1 + command.merges:
         files = _with_places(reading, files)
     most = len(files) if command.several or command.merges else max(first, 1)
     if not reading.required <= len(files) <= most or (tuned and command.options and first < 2):
@@ -350,7 +350,9 @@ def _files(reading: TypedLine) -> tuple[list[str], int]:
 def _with_places(reading: TypedLine, files: list[str]) -> list[str]:
     """Return the one file of a merge, or none, with places for what is missing."""
     if not files:
-        return ["BASE", "ADAPTER"] if reading.settings else []
+        of_others = ("BASE", "TUNED") if reading.command.inputs == "checkpoints" else ("ADAPTER", "ADAPTER2")
+        places = ("BASE", "ADAPTER") if reading.command.merges else of_others
+        return [*places][: reading.required if reading.settings else 0]
     of_adapter = files[0] in reading.adapters or (names_file(files[0]) and is_adapter(_Term.of(files[0]).path))
     return ["BASE", *files] if of_adapter else [*files, "ADAPTER"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from itertools import dropwhile
 from typing import Final, NamedTuple
 
@@ -36,6 +37,8 @@ MERGERS: Final = r"(?:.*\W)?(?:merge_models|ModelMerge\w*|mergekit)(?!.*extract)
 OF_SHELL: Final = ("cp", "mv", "rm", "ls", "cd", "pip", "pip3", "conda", "git", "hf", "huggingface-cli", "wget", "curl")
 """Programs that do nothing with weights."""
 NO_PROGRAM: Final = "there is neither such a command nor such a file"
+MISSPELT: Final = 0.8
+"""The likeness to a command from which a word is a misspelt one."""
 LONGEST_SCRIPT: Final = 1 << 20
 """Bytes of a script that is read."""
 
@@ -107,6 +110,8 @@ def _named_program(
     of_module = any(re.fullmatch(r"\w+\.\w+", word) and not word.endswith(ENDINGS) for word in named)  # mlx_lm.fuse
     certain = any(word.endswith(".py") or word.replace("-", "_") in FOREIGN_COMMANDS for word in named)
     certain = certain or (bool(command) and (len(named) > 1 or of_module))
+    if not certain and get_close_matches(named[0], commands, 1, MISSPELT):  # a command of ours
+        return None
     if not (certain or complete or any(is_foreign(word.partition("=")[0]) for word in words if word.startswith("-"))):
         return None
     of_program = certain and (named[0] in OF_SHELL or re.search(r"[\W_]", named[0]) or len(named) > 1)

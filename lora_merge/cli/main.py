@@ -113,7 +113,8 @@ class Commands(TyperGroup):
             from .foreign_options import check_foreign_command
 
             check_foreign_command(args, self.commands)
-        check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
+        purposes = {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)}
+        check_command(word, purposes, alone=len(args) == 1)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands, in the order of use."""

@@ -76,12 +76,12 @@ class CommonChange(NamedTuple):
     def note(self) -> Note:
         """What the change is, for the user."""
         steps = (
-            f"{self.separator!r} read as {self.mark!r}" if self.separator else "",
-            f"{self.ending!r} at their ends left out" if self.ending else "",
-            f"{self.take!r} at their beginnings left out" if self.take else "",
-            f"{self.put!r} put before them" if self.put else "",
+            f"with {self.mark!r} for {self.separator!r}" if self.separator else "",
+            f"without {self.ending!r} at the end" if self.ending else "",
+            f"without {self.take!r} at the beginning" if self.take else "",
+            f"with {self.put!r} before them" if self.put else "",
         )
-        return Note(f"names of the adapter match the base with {' and '.join(filter(None, steps))}")
+        return Note(f"names of the adapter match the base {' and '.join(filter(None, steps))}")
 
 
 def common_change(

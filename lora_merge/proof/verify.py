@@ -391,7 +391,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
     if merged.unconfirmed:
         yield Note(f"the report's values of {listed(merged.unconfirmed)} are not those of the file; {REPORT_HEADERS}")
     if f.broken:
-        yield Note(f"{f.broken} of {f.elements} values looked at are NaN or infinite: the base holds such")
+        yield Note(f"{f.broken} of {f.elements} values looked at are NaN or infinite, as in the base")
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
         return
     for number, (ref, measure) in enumerate(zip(plan.job.adapters, _measures(plan, merged, measured), strict=True)):

@@ -96,7 +96,7 @@ def test_common_change_is_reported(tmp_path: Path) -> None:
     base = flux()
     tensors, _ = adapter(base, [k for k in base if "blocks" in k], lambda k: "mine_" + flat(k))
     plan = lora_merge.plan(save(base, tmp_path / "base.safetensors"), save(tensors, tmp_path / "a.safetensors"))
-    assert any("'mine_' at their beginnings left out" in note for note in plan.adapters[0].notes)
+    assert any("without 'mine_' at the beginning" in note for note in plan.adapters[0].notes)
 
 
 REFUSED: dict[str, tuple[Callable[[], Tensors], Spelling, str]] = {
