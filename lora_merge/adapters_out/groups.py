@@ -105,7 +105,7 @@ class Target:
 def is_plain(patch: Patch) -> bool:
     """Return whether a patch is a product of two factors with a scale, and nothing else."""
     row = ALGORITHMS[patch.algorithm]
-    return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
+    return row.rank is not None and row.low_rank is not None and patch.module.slots.keys() == PAIR
 
 
 def is_stored_pair(patch: Patch) -> bool:
@@ -124,6 +124,8 @@ def rank_of_change(patch: Patch) -> int | None:
 
 
 HEAD_PREFIX: Final = "lm_head."
+PAIR: Final = frozenset({"up", "down"})
+"""The tensors of a product of two factors."""
 """The head of a language model, which a base without a level above its layers may have too."""
 
 V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
