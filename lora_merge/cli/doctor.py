@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import secrets
@@ -69,7 +70,11 @@ def _version(package: str) -> str:
 
 def _memory() -> int:
     """Return the bytes of the machine's memory; 0 if the system does not report it."""
-    if sys.platform == "win32" or "SC_PHYS_PAGES" not in os.sysconf_names:
+    if sys.platform == "win32":
+        kib = ctypes.c_ulonglong()  # stays 0 if the call fails
+        ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kib))
+        return kib.value * 1024
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return 0
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

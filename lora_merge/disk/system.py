@@ -184,15 +184,17 @@ def peak_memory() -> int:
 
     If Linux shows it, that of this program alone: `getrusage` begins with the size of the process that started it.
     """
+    if sys.platform == "win32":
+        counters = (ctypes.c_size_t * 9)(72)  # PROCESS_MEMORY_COUNTERS: its size, page faults, PeakWorkingSetSize, …
+        ctypes.windll.kernel32.K32GetProcessMemoryInfo(ctypes.c_void_p(-1), counters, 72)
+        return int(counters[1])
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     try:
         import resource
-    except ImportError:  # Windows
-        return 0
-    if sys.platform == "win32":
+    except ImportError:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
