@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import OutputExists, UsageError
-from ..paths import WEIGHT_SUFFIXES, WINDOWS, exists, forbidden, real_path
+from ..paths import WEIGHT_SUFFIXES, WINDOWS, exists, forbidden, real_path, typed
 from ..text import listed, plural
 from .uploads import sink_of
 from .volumes import same
@@ -106,6 +107,9 @@ def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:
         raise UsageError("the base is a folder, so the output must be a folder", str(target), "name a folder with -o")
     if not overwrite:
         raise OutputExists("the output exists", str(target), "choose another -o, or give `--overwrite`")
+    if WINDOWS and not target.lstat().st_mode & stat.S_IWRITE:  # it cannot be replaced, nor removed
+        raise UsageError("the output is read-only", str(target),
+                         f"choose another -o, or permit it: {typed(['attrib', '-r', str(target)])}")  # fmt: skip
     _check_writable(target.parent, target)
 
 

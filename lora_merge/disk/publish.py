@@ -410,9 +410,12 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
 
 
 def _swap_file(part: Path, target: Path) -> Path | None:
-    """Rename the file over the old one; return the new name of the old file, None if it could not be kept."""
+    """Rename the file over the old one; return the new name of the old file, None if it was not kept."""
     if _exchange(part, target):
         return part
+    if not CAN_OPEN_FOLDERS:  # nothing is synced after the rename, so nothing has to be undone
+        _give(part.replace, part, target)
+        return None
     old = sibling(target)
     try:
         _give(partial(os.link, target, follow_symlinks=False), target, old)

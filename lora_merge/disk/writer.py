@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from ..addresses import upload_address
 from ..errors import MergeError, ResourceError, UsageError
+from ..paths import WINDOWS, exists
 from ..text import size as in_units
 from .files import open_regular
 from .pages import PAGE, address, aligned_buffer
@@ -155,7 +156,10 @@ def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return _no_space(path, needed, free_bytes(path.parent) + written, most=most)
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UsageError(f"no permission to write: {e.strerror}", str(path), elsewhere(path))
+        fix = (
+            f"close the program that has it open, or {elsewhere(path)}" if WINDOWS and exists(path) else elsewhere(path)
+        )
+        return UsageError(f"no permission to write: {e.strerror}", str(path), fix)
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):
         return UsageError(f"the disk does not allow this name: {e.strerror}", str(path), "choose another -o")
     return MergeError(f"the output could not be written: {e.strerror}", str(path), "check the disk")

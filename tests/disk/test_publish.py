@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.disk import publish
+from lora_merge.disk import destination, publish, writer
 from lora_merge.disk import publish as temporary
 from lora_merge.disk.locks import claimed
 from lora_merge.errors import MergeError
@@ -357,3 +357,39 @@ def test_no_file_stays_open(tmp_path: Path, *, folder: bool) -> None:
         raise AssertionError("the output exists")
     assert opened() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_open_output_of_windows_is_refused_and_leaves_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "o.safetensors"
+    out.write_text("old")
+    unlink = Path.unlink
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Access denied", str(path))
+
+    def remove(path: Path, *, missing_ok: bool = False) -> None:
+        if path.exists() and path.samefile(out):  # under any name: another program has it open
+            refuse(path)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(publish, "CAN_OPEN_FOLDERS", False)
+    monkeypatch.setattr(publish, "swap_names", lambda *_: None)
+    monkeypatch.setattr(writer, "WINDOWS", True)
+    monkeypatch.setattr(Path, "unlink", remove)
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(MergeError) as caught, publish.replacing(out, overwrite=True) as part:
+        part.write_text("new")
+    assert "close the program" in str(caught.value.fix)
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]
+
+
+def test_read_only_output_of_windows_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o.safetensors"
+    out.write_text("old")
+    out.chmod(0o444)
+    monkeypatch.setattr(destination, "WINDOWS", True)
+    with pytest.raises(MergeError, match="read-only") as caught, publish.replacing(out, overwrite=True):
+        pytest.fail("the work began")
+    assert "attrib -r" in str(caught.value.fix)

@@ -105,7 +105,7 @@ def take_away() -> None:
     os.open = open_file  # type: ignore[assignment]
     os.replace, os.rename = refusing(real_replace), refusing(real_rename)
     os.unlink = os.remove = unlink  # type: ignore[assignment]
-    os.link = os.symlink = refused  # type: ignore[assignment]
+    os.symlink = refused  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
