@@ -86,6 +86,9 @@ def create(target: Path, *, folder: bool, mode: int = NEW) -> tuple[Path, int]:
         except FileExistsError:  # a network disk lost the reply to the first attempt: the random name is ours
             remove(part)
             continue
+        except OSError:
+            release(part, -1)
+            raise
         try:
             lock = os.open(locked, os.O_RDONLY)
             if try_lock(lock) is not False and part.exists():

@@ -249,7 +249,11 @@ def fail() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_temporary_file_whose_first_close_fails_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lock", ["", ".lock"])
+def test_temporary_file_whose_first_close_fails_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str
+) -> None:
+    monkeypatch.setattr(publish, "LOCK", lock)
     close, count = os.close, iter(range(10))
 
     def closed(fd: int) -> None:
