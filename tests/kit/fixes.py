@@ -115,6 +115,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "a GPU or a system that fails so is needed": (
         "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
         "choose another -o, or wait for the other run",
+        "choose another -o, or permit it: …",
         "make room, or write to another disk with -o",
         "remove files, or name a folder on another disk with --cache",
         "end other programs that use the device, or use --device cpu",
@@ -160,7 +161,7 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
         "use", "write", "lora-merge", "give", "at", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
     ),
     "the user corrects a file or a line": (
-        "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
+        "correct", "remove", "rename", "move", "put", "indent", "check", "close", "compare", "delete", "if", "let", "density",
     ),
     "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
     "a call in Python": ("bring", "cast", "undo", "see", "for"),
