@@ -28,6 +28,8 @@ OBJECTS: Final = ("s3", "gs", "az")
 OTHERS: Final = ("sftp", "ssh", "webdavs", "abfs", "abfss")
 """Schemes that fsspec opens."""
 
+CURL: Final = f"curl{'.exe' * (os.name == 'nt')} -L -O -J"
+"""The command that downloads a file; PowerShell has another one by the name `curl`."""
 _NAME: Final = r"[\w-][\w.-]{0,95}/[\w.-]{1,96}"
 _REVISION: Final = r"(?:@(?P<revision>[\w.-]+(?:(?<=refs)/(?:pr|convert)/[\w.-]+)?))?"
 _INSIDE: Final = r"(?:/(?P<path>[^:?#\s@][^:?#]*?))?/?"
@@ -89,10 +91,10 @@ class Address:
         if self.scheme == MODELSCOPE:
             return f"modelscope download --model {self.name}{self.path and f' {_typed(self.path)}'}{revision}"
         if self.scheme == CIVITAI and self.name:
-            return f"curl -L -O -J https://civitai.com/api/download/models/{self.name}"
+            return f"{CURL} https://civitai.com/api/download/models/{self.name}"
         if self.scheme == WEB:
             query = "?…" if urlsplit(self.name).query else ""  # it may be a secret
-            return f"curl -L -O -J {_typed(str(self)[:200] + query)}"
+            return f"{CURL} {_typed(str(self)[:200] + query)}"
         if self.scheme in OTHERS:
             return "copy it to this machine"
         commands = {"s3": "aws s3 cp {} .", "gs": "gcloud storage cp {} .", "az": "azcopy copy {} ."}
@@ -220,7 +222,7 @@ def _split(text: str) -> tuple[Address, str]:
                 break
             return address, match["tail"]
     if text.lower().startswith("http:"):
-        fix = "write https://, or download it first: curl -L -O -J URL"
+        fix = f"write https://, or download it first: {CURL} URL"
         raise UsageError(
             "the address has no encryption: anyone on the network could change the weights", text[:200], fix
         )

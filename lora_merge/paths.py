@@ -67,6 +67,14 @@ def typed(words: Iterable[str]) -> str:
     return join([*words])
 
 
+def removal(path: str, *, folder: bool) -> list[str]:
+    """Return the words of the command that removes a file or a folder, on Windows for cmd and PowerShell."""
+    safe = f".{os.sep}{path}" if path.startswith("-") else path
+    if WINDOWS:
+        return ["cmd", "/c", "rmdir", "/s", safe] if folder else ["del", safe]
+    return ["rm", *["-r"] * folder, safe]
+
+
 def words_of(command: str) -> list[str]:
     """Return the words of a command that is `typed`."""
     if WINDOWS:

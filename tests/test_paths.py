@@ -87,3 +87,12 @@ def test_missing_file_is_looked_for_once_under_each_name(tmp_path: Path, monkeyp
     monkeypatch.setattr(paths, "exists", lambda path: asked.append(str(path)))
     assert input_path(tmp_path / "x") == tmp_path / "x"
     assert sorted(asked) == sorted({*asked}) and str(tmp_path / "x.safetensors") in asked
+
+
+def test_removal_is_a_command_of_any_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rmdir /s` is one of cmd alone, and a name may begin as an option does."""
+    monkeypatch.setattr(paths, "WINDOWS", False)
+    assert typed(paths.removal("a b", folder=True)) == "rm -r 'a b'"
+    monkeypatch.setattr(paths, "WINDOWS", True)
+    assert typed(paths.removal("a b", folder=True)) == 'cmd /c rmdir /s "a b"'
+    assert typed(paths.removal("-x", folder=False)) == f"del .{os.sep}-x"

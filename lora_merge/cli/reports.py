@@ -3,7 +3,6 @@ files. A plan, a merge, a written adapter, a proof, a batch, a file and a compar
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..addresses import output_address, with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
 from ..facts import STYLES, Fact, aligned, line, strengths, times
-from ..paths import input_name, nearest, typed
+from ..paths import input_name, nearest, removal, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..text import Lines, escaped, json_text, one_line, plural, size
@@ -249,20 +248,8 @@ def undo(output: str, inputs: str, *, replaced: bool = False) -> Iterator[Fact]:
     are as they were."""
     if ":" in output and output_address(output) is not None:
         return
-    command = removal(output, folder=Path(output).is_dir())
+    command = typed(removal(nearest(output), folder=Path(output).is_dir()))
     yield line("undo", f"{command}   ({inputs})" + "; the output that was replaced is gone" * replaced)
-
-
-def removal(path: str, *, folder: bool) -> str:
-    """Return the command that removes a file or a folder."""
-    remove = ("rmdir /s" if folder else "del") if os.name == "nt" else "rm -r" if folder else "rm"
-    return f"{remove} {quoted(path)}"
-
-
-def quoted(path: str) -> str:
-    """Return a path as a shell takes it."""
-    near = nearest(path)
-    return typed([f"./{near}" if near.startswith("-") else near])
 
 
 # Plans and merges.

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 import lora_merge
+from lora_merge.addresses import CURL
 from lora_merge.cli import main as program
 from lora_merge.cli.compat import FOREIGN_COMMANDS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
 from lora_merge.option_texts import in_python
+from lora_merge.paths import typed
 from lora_merge.planning import fitting_files
 from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
@@ -291,9 +293,9 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
             ["base", "lora", "--dtype=bf16", "-q", "--dtype", "fp16"],
             "give it once: --dtype fp16; write lora-merge base lora -q --dtype fp16",
         ),
-        (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?…'"),
+        (["base.safetensors", "https://a.b/c?d=e"], f"{CURL} {typed(['https://a.b/c?…'])}"),
         (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b c.safetensors"),
-        (["civitai:1234", "lora.safetensors"], "curl -L -O -J https://civitai.com/api/download/models/1234"),
+        (["civitai:1234", "lora.safetensors"], f"{CURL} https://civitai.com/api/download/models/1234"),
         (["base.safetensors", "nothing/*.safetensors"], "check the folder"),
         (["bas", "lora.safetensors"], "base.safetensors"),
         (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...command import MERGE
 from ...facts import line, strengths, times
+from ...paths import removal
 from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, of_change, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
 from ...text import listed, plural
@@ -108,10 +109,6 @@ def _adapters(page: PageContent, facts: Values) -> None:
     )
 
 
-def _removal(output: str) -> tuple[str, ...]:
-    return ("rm", *(["-r"] if Path(output).is_dir() else []), output)
-
-
 STAGES: Final = {
     "start": "loading torch",
     "read": "reading",
@@ -200,7 +197,7 @@ def _commands(page: PageContent, facts: Values, *options: str) -> None:
     page.command("Repeat it, with the same bytes as the outcome:", "lora-merge", "replay", output,
                  "-o", _beside(output, "again"), *searched)  # fmt: skip
     page.command("Prove it again:", "lora-merge", "verify", output, *options, *searched)
-    page.command("Undo it (the inputs are unchanged):", *_removal(output))
+    page.command("Undo it (the inputs are unchanged):", *removal(output, folder=Path(output).is_dir()))
 
 
 def _searched(facts: Values) -> Iterator[str]:
