@@ -13,6 +13,8 @@ from .text import Lines, Message, escaped, html_table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+WINDOWS: Final = os.name == "nt"
+
 LONGEST_MESSAGE_LINE: Final = 2000
 """Characters of a line of a message; names and values from untrusted files may be as long as the file."""
 
@@ -255,6 +257,10 @@ SCARCE: Final = (
 """Kind and text of the errors by which Python, torch, C++ and the loader of libraries report too little memory."""
 
 
+CLOSE: Final = "close other programs"
+"""The advice on Windows, which has no limit to raise."""
+
+
 DEVICE_FULL: Final = "end other programs that use the device, or use `--device cpu`"
 """The advice for a device that is out of memory."""
 
@@ -292,11 +298,11 @@ def as_resource_error(e: Exception) -> ResourceError | None:
     failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
-        error = ResourceError(
-            "the system allows no more threads", text, "raise the limits: ulimit -u unlimited; ulimit -v unlimited"
-        )
+        fix = CLOSE if WINDOWS else "raise the limits: ulimit -u unlimited; ulimit -v unlimited"
+        error = ResourceError("the system allows no more threads", text, fix)
     elif os.strerror(errno.EMFILE) in str(e):  # also the limit of the whole system: "… in system"
-        error = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n 4096)")
+        fix = CLOSE if WINDOWS else "raise the limit (ulimit -n 4096)"
+        error = ResourceError("too many open files", getattr(e, "where", text), fix)
     elif device_full(e):
         error = ResourceError("the device is out of memory", text, DEVICE_FULL)
     elif device_failure(e):
@@ -304,8 +310,12 @@ def as_resource_error(e: Exception) -> ResourceError | None:
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (
         isinstance(e, OSError) and e.errno == errno.ENOMEM
     ):
-        error = ResourceError("not enough memory", text or "the system gave no more",
-                              "give a smaller --max-memory, or raise the limit (ulimit -v unlimited)")  # fmt: skip
+        fix = (
+            "give a smaller --max-memory, close other programs, or enlarge the paging file"
+            if WINDOWS
+            else "give a smaller --max-memory, or raise the limit (ulimit -v unlimited)"
+        )
+        error = ResourceError("not enough memory", text or "the system gave no more", fix)
     else:
         return None
     error.__cause__ = e

@@ -11,11 +11,10 @@ from typing import Final
 from urllib.parse import unquote
 
 from .addresses import is_whole, located, output_address, staged
+from .errors import WINDOWS as WINDOWS
 from .errors import UsageError
 from .options import number, unlike
 from .text import one_line
-
-WINDOWS: Final = os.name == "nt"
 
 _DEVICE: Final = r"(?i)(?:CON|PRN|AUX|NUL|COM[1-9¹²³]|LPT[1-9¹²³]|CONIN\$|CONOUT\$) *(?:\..*)?"
 """Names that Windows has for devices, also with an ending.

@@ -148,11 +148,12 @@ def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool
     `written`: bytes that will be free again, because what was written is removed.
     """
     if e.errno == errno.EFBIG:
-        return ResourceError(
-            f"files of {needed} bytes are not allowed on this disk: {e.strerror}",
-            str(path),
-            "raise the limit (ulimit -f unlimited), or write to a file system that allows large files",
+        fix = (
+            "write to a disk with NTFS; FAT32 ends at 4 GiB"
+            if WINDOWS
+            else "raise the limit (ulimit -f unlimited), or write to a file system that allows large files"
         )
+        return ResourceError(f"files of {needed} bytes are not allowed on this disk: {e.strerror}", str(path), fix)
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return _no_space(path, needed, free_bytes(path.parent) + written, most=most)
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -121,6 +121,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "end other programs that use the device, or use --device cpu",
         "give --max-memory …MiB",
         "give a smaller --max-memory, or raise the limit (ulimit -v unlimited)",
+        "give a smaller --max-memory, close other programs, or enlarge the paging file",
         "if it ran out of memory, use fewer --workers or a smaller --max-memory",
         "use --device cpu, or another device",
         "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)",
