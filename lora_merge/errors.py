@@ -253,13 +253,24 @@ SCARCE: Final = (
     (RuntimeError,      "can't allocate memory"),
     (ImportError,       "failed to map segment from shared object"),  # torch's libraries take a GB of addresses
     (OSError,           "failed to map segment from shared object"),
+    (ImportError,       "paging file is too small"),
 )  # fmt: skip
 """Kind and text of the errors by which Python, torch, C++ and the loader of libraries report too little memory."""
+
+PAGING_FILE_TOO_SMALL: Final = 1455
+NO_LIBRARY: Final = (126, 127)
+"""Errors of Windows where a library is loaded, as `OSError.winerror` has them: too little memory; a library, or a
+function in one, that is not there. Source: learn.microsoft.com/windows/win32/debug/system-error-codes."""
 
 
 CLOSE: Final = "close other programs"
 """The advice on Windows, which has no limit to raise."""
 
+
+REDISTRIBUTABLE: Final = (
+    "install the Microsoft Visual C++ Redistributable: https://aka.ms/vs/17/release/vc_redist.x64.exe"
+)
+"""The advice on Windows where torch's libraries cannot be loaded: they need those of Visual C++."""
 
 DEVICE_FULL: Final = "end other programs that use the device, or use `--device cpu`"
 """The advice for a device that is out of memory."""
@@ -294,9 +305,10 @@ def device_failure(e: Exception) -> str:
 
 
 def as_resource_error(e: Exception) -> ResourceError | None:
-    """Return the error for a failure to get memory, a thread or a file descriptor, or of a device; None for any other
-    failure."""
+    """Return the error for a failure to get memory, a thread, a file descriptor or a library, or of a device; None for
+    any other failure."""
     text = next(iter(str(e).splitlines()), "")
+    of_windows = getattr(e, "winerror", None)
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
         fix = CLOSE if WINDOWS else "raise the limits: ulimit -u unlimited; ulimit -v unlimited"
         error = ResourceError("the system allows no more threads", text, fix)
@@ -308,7 +320,7 @@ def as_resource_error(e: Exception) -> ResourceError | None:
     elif device_failure(e):
         error = DeviceFailed("a device", text)
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (
-        isinstance(e, OSError) and e.errno == errno.ENOMEM
+        isinstance(e, OSError) and (e.errno == errno.ENOMEM or of_windows == PAGING_FILE_TOO_SMALL)
     ):
         fix = (
             "give a smaller --max-memory, close other programs, or enlarge the paging file"
@@ -316,6 +328,8 @@ def as_resource_error(e: Exception) -> ResourceError | None:
             else "give a smaller --max-memory, or raise the limit (ulimit -v unlimited)"
         )
         error = ResourceError("not enough memory", text or "the system gave no more", fix)
+    elif of_windows in NO_LIBRARY or (isinstance(e, ImportError) and "DLL load failed" in text):
+        error = ResourceError("a library of the system is missing", text, REDISTRIBUTABLE)
     else:
         return None
     error.__cause__ = e

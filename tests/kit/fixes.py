@@ -166,7 +166,7 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
     "a call in Python": ("bring", "cast", "undo", "see", "for"),
-    "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
+    "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve", "install"),
     "the mistake is ours": ("report",),
 }  # fmt: skip
 """Why a fix without an option and a command cannot be run by a test → the first words of such fixes."""
