@@ -60,6 +60,14 @@ def test_module_that_windows_does_not_load_is_one_error(
     assert error is not None and there in error.fix
 
 
+@pytest.mark.parametrize("number", [206, 234])
+def test_path_that_windows_finds_too_long_is_one_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.ENOENT, "The filename or extension is too long")
+    monkeypatch.setattr(error, "winerror", number, raising=False)
+    failure = writer.failure(error, Path("o"), 0)
+    assert failure.what == "the path is longer than Windows allows" and failure.exit_code == 2
+
+
 def test_file_too_large_for_a_disk_of_windows_is_for_ntfs(monkeypatch: pytest.MonkeyPatch) -> None:
     error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     assert "ulimit" in writer.failure(error, Path("o"), 5 << 30).fix

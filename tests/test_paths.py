@@ -82,6 +82,20 @@ def test_windows_gets_no_output_of_a_name_that_it_refuses(tmp_path: Path, monkey
     check_output(tmp_path / "null.safetensors")
 
 
+def test_path_that_is_too_long_for_windows_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its temporary file has 35 characters more: 259 together, with the zero at the end 260."""
+    longest = tmp_path / ("a" * (259 - 35 - len(str(tmp_path)) - len("/.safetensors")) + ".safetensors")
+    longer = longest.with_name(f"a{longest.name}")
+    monkeypatch.setattr("lora_merge.disk.destination.takes_long_paths", lambda: True)
+    check_output(longer)
+    monkeypatch.setattr("lora_merge.disk.destination.takes_long_paths", lambda: False)
+    check_output(longest)
+    with pytest.raises(UsageError, match="longer than Windows allows"):
+        check_output(longer)
+
+
 def test_missing_file_is_looked_for_once_under_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(paths, "exists", lambda path: asked.append(str(path)))

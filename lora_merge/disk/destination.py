@@ -9,13 +9,21 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from ..errors import OutputExists, UsageError
 from ..paths import WEIGHT_SUFFIXES, WINDOWS, exists, forbidden, real_path, typed
 from ..text import listed, plural
+from .system import takes_long_paths
 from .uploads import sink_of
 from .volumes import same
-from .writer import elsewhere, failure
+from .writer import elsewhere, failure, path_too_long
+
+ADDED: Final = len("..0123456789ab.lora-merge.part.lock")
+"""Characters that the name of a temporary file, or of its lock, has more than that of the output."""
+
+LONGEST: Final = 260
+"""Characters of a path of Windows without long paths, with the zero at its end."""
 
 
 def check_output(
@@ -67,6 +75,8 @@ def _check_name(target: Path, *, folder: bool) -> None:
         raise UsageError("Windows allows no such name", f"{target}: {part}",
                          'choose another -o: without < > : " | ? *, a point at the end, and names such as CON and NUL'
                          )  # fmt: skip
+    if len(str(target)) + ADDED >= LONGEST and not str(target).startswith("\\\\?\\") and not takes_long_paths():
+        raise path_too_long(target)
     _check_suffix(target, folder=folder)
     try:
         target.lstat()  # a name that is too long must fail before the work

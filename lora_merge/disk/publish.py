@@ -31,7 +31,7 @@ from ..addresses import UPLOADS
 from ..errors import UsageError
 from ..process import begin_commit, kept_back, uninterrupted
 from ..progress import Progress, unwatched
-from .destination import appeared, check_kind, check_output, failures
+from .destination import ADDED, appeared, check_kind, check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, PLAIN_FLAGS, lock_now, path_of, swap_names
 from .uploads import take_card, uploading
 
@@ -40,7 +40,7 @@ OLD: Final = ".old"
 
 PART_NAME: Final = re.compile(r"\.(.*)\.[0-9a-f]{12}\.lora-merge\.part(?:\.old)?")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
-NAME_ROOM: Final = NAME_LIMIT - len("..0123456789ab.lora-merge.part.lock")
+NAME_ROOM: Final = NAME_LIMIT - ADDED
 """Bytes of the target's name in the name of its temporary file; of a longer name, the beginning."""
 SWEEPS: Final = 10.0  # seconds after which a process searches the same folder again for files of killed runs
 

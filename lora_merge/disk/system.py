@@ -169,6 +169,21 @@ def swap_names(a: Path, b: Path) -> int | None:
     return ctypes.get_errno() if call(-100, os.fsencode(a), -100, os.fsencode(b), 2) else 0
 
 
+def takes_long_paths() -> bool:
+    """Return whether paths may have more than 260 characters: on Windows that is a setting.
+
+    Source: learn.microsoft.com/windows/win32/fileio/maximum-file-path-limitation.
+    """
+    if sys.platform != "win32":
+        return True
+    import winreg
+
+    place = "SYSTEM\\CurrentControlSet\\Control\\FileSystem"
+    with suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, place) as settings:
+        return bool(winreg.QueryValueEx(settings, "LongPathsEnabled")[0])
+    return False
+
+
 def user_id() -> int | None:
     """Return the effective user id of this process; None if the system has no user ids."""
     return _os.geteuid() if hasattr(os, "geteuid") else None

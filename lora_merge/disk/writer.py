@@ -33,6 +33,8 @@ from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direc
 FICLONE: Final = 0x40049409  # ioctl_ficlone(2)
 FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 
+PATH_TOO_LONG: Final = (206, 234)  # of `OSError.winerror`: ERROR_FILENAME_EXCED_RANGE; ERROR_MORE_DATA under Wine
+
 IN_MEMORY: Final = 32 << 20  # bytes that wait in memory to be written; more wait in a temporary file
 WRITE_BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
 # copy_file_range was tried for unchanged bytes. On ext4 it takes as long as a read and a direct write (0.7 s and 0.7 to
@@ -142,6 +144,12 @@ def elsewhere(output: Path) -> str:
     return f"name an output in another folder, such as ~/{output.name}"
 
 
+def path_too_long(path: Path) -> UsageError:
+    """Return the error for an output whose path, or that of its temporary file, is too long for Windows."""
+    fix = "choose a shorter -o, or enable long paths in Windows (LongPathsEnabled)"
+    return UsageError("the path is longer than Windows allows", str(path), fix)
+
+
 def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool = False) -> MergeError:
     """Return the typed error for a failed write with `needed` bytes still to be written, or so many at `most`.
 
@@ -161,6 +169,8 @@ def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool
             f"close the program that has it open, or {elsewhere(path)}" if WINDOWS and exists(path) else elsewhere(path)
         )
         return UsageError(f"no permission to write: {e.strerror}", str(path), fix)
+    if getattr(e, "winerror", None) in PATH_TOO_LONG:
+        return path_too_long(path)
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):
         return UsageError(f"the disk does not allow this name: {e.strerror}", str(path), "choose another -o")
     return MergeError(f"the output could not be written: {e.strerror}", str(path), "check the disk")

@@ -115,6 +115,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "a GPU or a system that fails so is needed": (
         "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
         "choose another -o, or wait for the other run",
+        "choose a shorter -o, or enable long paths in Windows (LongPathsEnabled)",
         "choose another -o, or permit it: …",
         "make room, or write to another disk with -o",
         "remove files, or name a folder on another disk with --cache",
