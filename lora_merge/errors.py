@@ -254,13 +254,15 @@ SCARCE: Final = (
     (ImportError,       "failed to map segment from shared object"),  # torch's libraries take a GB of addresses
     (OSError,           "failed to map segment from shared object"),
     (ImportError,       "paging file is too small"),
+    (RuntimeError,      "not enough memory"),  # torch on Windows
 )  # fmt: skip
 """Kind and text of the errors by which Python, torch, C++ and the loader of libraries report too little memory."""
 
 PAGING_FILE_TOO_SMALL: Final = 1455
-NO_LIBRARY: Final = (126, 127)
+NO_LIBRARY: Final = (126, 127, 1114)
 """Errors of Windows where a library is loaded, as `OSError.winerror` has them: too little memory; a library, or a
-function in one, that is not there. Source: learn.microsoft.com/windows/win32/debug/system-error-codes."""
+function in one, that is not there, or does not start.
+Source: learn.microsoft.com/windows/win32/debug/system-error-codes."""
 
 
 CLOSE: Final = "close other programs"
@@ -329,7 +331,7 @@ def as_resource_error(e: Exception) -> ResourceError | None:
         )
         error = ResourceError("not enough memory", text or "the system gave no more", fix)
     elif of_windows in NO_LIBRARY or (isinstance(e, ImportError) and "DLL load failed" in text):
-        error = ResourceError("a library of the system is missing", text, REDISTRIBUTABLE)
+        error = ResourceError("a library of the system is missing or too old", text, REDISTRIBUTABLE)
     else:
         return None
     error.__cause__ = e

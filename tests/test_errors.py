@@ -31,8 +31,9 @@ def test_limit_is_raised_where_there_is_one(failure: Exception, there: str, monk
 
 LOADING = {
     1455: ("not enough memory", "paging file"),
-    126: ("a library of the system is missing", "vc_redist.x64.exe"),
-    127: ("a library of the system is missing", "vc_redist.x64.exe"),
+    126: ("a library of the system is missing or too old", "vc_redist.x64.exe"),
+    127: ("a library of the system is missing or too old", "vc_redist.x64.exe"),
+    1114: ("a library of the system is missing or too old", "vc_redist.x64.exe"),
 }
 
 
@@ -70,6 +71,7 @@ def test_path_that_windows_finds_too_long_is_one_error(number: int, monkeypatch:
 
 def test_file_too_large_for_a_disk_of_windows_is_for_ntfs(monkeypatch: pytest.MonkeyPatch) -> None:
     error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    monkeypatch.setattr(writer, "WINDOWS", False)
     assert "ulimit" in writer.failure(error, Path("o"), 5 << 30).fix
     monkeypatch.setattr(writer, "WINDOWS", True)
     assert "NTFS" in writer.failure(error, Path("o"), 5 << 30).fix

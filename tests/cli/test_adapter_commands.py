@@ -11,6 +11,7 @@ import pytest
 import lora_merge
 from lora_merge.cli import main as program
 from lora_merge.cli import progress_display
+from lora_merge.paths import removal, typed
 from lora_merge.progress import Step
 from tests.cli.terminal import played_here
 from tests.kit.adapters import kohya
@@ -50,7 +51,13 @@ def test_terminal_shows_the_stages_and_then_a_panel(
     assert all(f" {stage} " in found.text for stage in ("load", "make", "prove"))
     shown = "\n".join(found.screen)
     assert not any("%|" in row for row in found.screen), "the bar is gone at the end"
-    for word in ("✓ ", "layers", f"output    {command}.safetensors", "verified", f"undo      rm {command}.safetensors"):
+    for word in (
+        "✓ ",
+        "layers",
+        f"output    {command}.safetensors",
+        "verified",
+        f"undo      {typed(removal(f'{command}.safetensors', folder=False))}",
+    ):
         assert word in shown
 
 

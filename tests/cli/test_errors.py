@@ -85,7 +85,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base (0 of 20): the adapter is for an image or video model", "use the base"),
     ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),
     ("stabilityai/sdxl-1.0 lora.safetensors", 2, "neither a file nor a folder", "hf download stabilityai/sdxl-1.0"),
-    ("https://example.org/a.safetensors lora.safetensors", 2, "downloads are switched off", "curl -L -O"),
+    ("https://example.org/a.safetensors lora.safetensors", 2, "downloads are switched off", "-L -O -J"),
     ("lora.safetensors ink.safetensors", 3, "the base is itself an adapter", "lora-merge combine"),
     ("base.safetensors", 2, "no adapter is named", "write lora-merge base.safetensors ink.safetensors:0.8"),
     ("merge", 2, "no base and no adapter is named", "lora-merge base.safetensors ink.safetensors:0.8"),

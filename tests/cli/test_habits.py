@@ -254,15 +254,15 @@ def test_advice_names_options_that_the_command_has(run: Run) -> None:
     ("lora.safetensors=80%", "lora.safetensors:0.8"), ("lora.safetensors:1/2", "lora.safetensors:0.5"),
     ("lora.safetensors:", "lora.safetensors:0.8"), ("lora.safetensors::", "write lora-merge base.safetensors lora.safetensors:0.8"), ("lora.safetensors:0.5:", "write lora-merge base.safetensors lora.safetensors:0.5"),
     ("lora.safetensors:0,8,te=0", "write lora-merge base.safetensors lora.safetensors:0.8,te=0"), ("lora@0.8,te=0", "write lora-merge base.safetensors lora.safetensors:0.8,te=0"),
-    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora-merge base.safetensors lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", "write lora-merge base.safetensors 'my style.safetensors:0.8'"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
+    ("<lora:lora:0.8> <lora:ink:0.5>", "write lora-merge base.safetensors lora.safetensors:0.8 ink.safetensors:0.5"), ("my style@0.8", f"write lora-merge base.safetensors {typed(['my style.safetensors:0.8'])}"), ("<lora:lora:0.8>", "lora.safetensors:0.8"), ("0.8", "ADAPTER:0.8"),
     *((text, "write lora-merge base.safetensors lora.safetensors:0.8") for text in (
         "lora.safetensors::0.8", "lora.safetensors;0.8", "lora,0.8", "lora.safetensors(0.8)", "(lora.safetensors:0.8)", "lora[80%]",
         "lora.safetensors|0,8", "lora.safetensors:0.8x", "lora: x0.8", "0.8*lora.safetensors", "80% × lora", "lora.safetensors*4/5", "<lyco:lora:0.8>",
     )), ("<lora:lora>", "write lora-merge base.safetensors lora.safetensors:1"), ("<lora:lora:0.8:lbw=MIDD>", "write lora-merge base.safetensors lora.safetensors:0.8,lbw=MIDD"),
     ("<lora:lora:0.5:0.8>", "write lora-merge base.safetensors lora.safetensors:1,unet=0.8,te=0.5"), ("loras/ink(2)", "write lora-merge base.safetensors loras/ink.safetensors:2"),
-    ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", "curl -L -O -J https://example.org/lora.safetensors"),
+    ("lora.safetensors:1/0", "lora.safetensors:0.8"), ("https://example.org/lora.safetensors", f"{CURL} https://example.org/lora.safetensors"),
     ("hf://owner/name", "hf download owner/name"), ("https://huggingface.co/o/n/resolve/main/a/b.safetensors?download=true", "hf download o/n a/b.safetensors"),
-    ("https://civitai.com/models/5?modelVersionId=6", "curl -L -O -J https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
+    ("https://civitai.com/models/5?modelVersionId=6", f"{CURL} https://civitai.com/api/download/models/6"), ("s3://b/x.safetensors", "aws s3 cp s3://b/x.safetensors ."), ("civitai:1234", "civitai.com/api/download/models/1234"),
 ])  # fmt: skip
 def test_spellings_of_a_strength_are_answered_with_ours(run: Run, text: str, right: str) -> None:
     code, _, err = run("base.safetensors", text, "-o", "out.safetensors")

@@ -43,7 +43,7 @@ STOPS: Final = frozenset(
 )
 """Words of a sentence that follow a command."""
 
-OTHERS: Final = re.compile(r"(?:hf|curl|ulimit|pip|ray|chmod|git|nvidia-smi)(?: -{0,2}[^\s;,)]+)+")
+OTHERS: Final = re.compile(r"(?:hf|curl(?:\.exe)?|ulimit|pip|ray|chmod|git|nvidia-smi)(?: -{0,2}[^\s;,)]+)+")
 """Commands of other programs: of the network, of the shell, of the system."""
 
 OURS: Final = re.compile(r"(?<![\w-])(?:--[a-z]|-[os](?![\w-]))|lora-merge [a-zA-Z]")
