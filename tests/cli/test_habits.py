@@ -240,7 +240,7 @@ def test_name_with_spaces_is_in_quotes(run: Run, command: list[str]) -> None:
     shutil.copy("lora.safetensors", "my new style.safetensors")
     code, _, err = run(*command, "my", "new", "style:0.5")
     assert code == 2
-    assert err.endswith(f"fix:   write lora-merge {' '.join(command)} 'my new style:0.5'\n")
+    assert err.endswith(f"fix:   write lora-merge {' '.join(command)} {typed(['my new style:0.5'])}\n")
 
 
 def test_advice_names_options_that_the_command_has(run: Run) -> None:

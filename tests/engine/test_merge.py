@@ -682,6 +682,7 @@ def test_system_without_threads_is_reported(
     "error",
     [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
      RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory: you tried to allocate 1"),
      ImportError("libtorch_cpu.so: failed to map segment from shared object")],
 )  # fmt: skip
 def test_system_without_memory_is_reported(
