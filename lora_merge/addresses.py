@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote, unquote, urlsplit
 
-from .errors import UsageError
+from .errors import WINDOWS, UsageError
 
 HUB: Final = "hf"
 CIVITAI: Final = "civitai"
@@ -28,7 +28,7 @@ OBJECTS: Final = ("s3", "gs", "az")
 OTHERS: Final = ("sftp", "ssh", "webdavs", "abfs", "abfss")
 """Schemes that fsspec opens."""
 
-CURL: Final = f"curl{'.exe' * (os.name == 'nt')} -L -O -J"
+CURL: Final = f"curl{'.exe' * WINDOWS} -L -O -J"
 """The command that downloads a file; PowerShell has another one by the name `curl`."""
 _NAME: Final = r"[\w-][\w.-]{0,95}/[\w.-]{1,96}"
 _REVISION: Final = r"(?:@(?P<revision>[\w.-]+(?:(?<=refs)/(?:pr|convert)/[\w.-]+)?))?"
@@ -103,7 +103,7 @@ class Address:
 
 
 def _typed(word: str) -> str:
-    mark = '"' if os.name == "nt" else "'"
+    mark = '"' if WINDOWS else "'"
     return word if re.fullmatch(r"[\w.:/@%+=-]+", word) else f"{mark}{word.replace(mark, '')}{mark}"
 
 

@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..command import MERGE
 from ..errors import AdapterAsBase, MergeError, NoAdapter
 from ..paths import JOBS_ENDINGS, exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
+
+if TYPE_CHECKING:
+    from ..files.checkpoint import Index
 
 LONGEST_LINE: Final = 400
 """Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
@@ -363,9 +366,16 @@ def _models_first(words: Sequence[str], known: Mapping[str, bool]) -> list[str]:
 def is_adapter(word: str) -> bool:
     """Return whether a word names an adapter, or a file that cannot be read."""
     from ..adapters.modules import looks_like_adapter
+
+    file = opened(word)
+    return file is None or looks_like_adapter(file)
+
+
+def opened(word: str) -> Index | None:
+    """Return the adapter or model that a word names; None if it cannot be read, which the command itself reports."""
     from ..files.checkpoint import open_checkpoint
 
     try:
-        return looks_like_adapter(open_checkpoint(expand(with_found_ending(word)), adapter=True))
-    except MergeError:  # the merge itself reports it
-        return True
+        return open_checkpoint(expand(with_found_ending(word)), adapter=True)
+    except MergeError:
+        return None

@@ -94,7 +94,7 @@ def _with_whole_inputs(args: Iterable[str]) -> list[str]:
 
 
 def _of_word(word: str) -> tuple[list[str], str]:
-    """Return the options that a word stands for, and what it is; no options and "" for a word of ours."""
+    """Return the options that a word means, and what it is; no options and "" for a word of ours."""
     name, equals, value = word.partition("=")
     if exists(word):
         return [f"--{name}={value}" for name, value in _of_workflow(word)], OF_NODES
@@ -270,7 +270,7 @@ def _role(option: str) -> str:
 
 
 def _of_mergekit(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options that a configuration of mergekit stands for whose models are one base with adapters,
+    """Yield the options that a configuration of mergekit means if its models are one base with adapters,
     `model+adapter`; nothing for others."""
     models = [model for model in fields.get("models") or () if isinstance(model, dict)]
     pairs = [(str(model.get("model")).partition("+"), model.get("parameters") or {}) for model in models]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..adapter_arguments import right_form
 from ..addresses import split
@@ -22,7 +22,7 @@ from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
 from .compat import check_dashes
-from .corrected_line import PLACES, flags, is_adapter, line, path_of
+from .corrected_line import PLACES, flags, is_adapter, line, opened, path_of
 from .foreign_inputs import NAME_THE_FILES, with_options
 from .foreign_names import (
     FOREIGN_RULES,
@@ -54,9 +54,6 @@ from .typed_line import (
     numbers_in,
     right_value,
 )
-
-if TYPE_CHECKING:
-    from ..files.checkpoint import Index
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
@@ -292,7 +289,7 @@ def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int) -> str:
 
 def _states_alpha(term: _Term) -> bool:
     """Return whether an adapter states its alpha, as tensors, in its metadata or in its configuration."""
-    file = _opened(term)
+    file = opened(term.path)
     return file is not None and any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
 
 
@@ -300,17 +297,8 @@ def _has_text_encoder(term: _Term) -> bool:
     """Return whether an adapter changes a text encoder."""
     from ..models.prefixes import innermost
 
-    file = _opened(term)
+    file = opened(term.path)
     return file is not None and any(innermost(name)[0].startswith(("te", "=")) for name in file.stored)
-
-
-def _opened(term: _Term) -> Index | None:
-    from ..files.checkpoint import open_checkpoint
-
-    try:
-        return open_checkpoint(expand(with_found_ending(term.path)), adapter=True)
-    except MergeError:  # the command itself reports it
-        return None
 
 
 def _files(reading: TypedLine) -> tuple[list[str], int]:

@@ -80,7 +80,7 @@ def program_of(args: Sequence[str], commands: Collection[str], is_foreign: Calla
     if inputs:
         advice = "name a base and an adapter" + ", or run it in Python" * (what == OF_PYTHON)
         name = " ".join(named or inputs)[:200]
-        functions = functions_of(inputs[0]) if what == OF_PYTHON else named
+        functions = functions_of(" ".join(inputs)) if what == OF_PYTHON else named
         command = next(filter(None, (_command_of(word, commands) for word in functions)), MERGE)
         of_base = command != MERGE or what == OF_CONFIGURATION or not lacks_base(words)
         return Program(
@@ -118,7 +118,7 @@ def _named_program(
     what = f"{named[0]} is another program" if of_program else NO_PROGRAM
     if not words and is_file(expand(named[0])):  # a script
         words = of_python(_text(named[0]))
-    elif command == "extract" and "mergekit" in named[0] and not "".join(word[:1] for word in words[:2]).count("-"):
+    elif command == "extract" and "mergekit" in named[0] and not any(word.startswith("-") for word in words[:2]):
         words = [*words[1::-1], *words[2:]]  # MODEL BASE OUTPUT
     missing = [word for word in words if word.endswith((".yaml", ".yml")) and not exists(word)]
     advice = f"there is no {missing[0]} here; check its path" if missing else ""
@@ -131,13 +131,8 @@ def _name(words: Sequence[str], commands: Collection[str]) -> list[str]:
     of_verb = bool(second) and not exists(second) and (bool(_command_of(second, commands)) or _trains(second))
     if of_verb and not {first[:1], second[:1]} & {"-"} and not looks_like_path(second):
         return [first, second]
-    is_name = re.fullmatch(r"[\w.\\/:~-]+", first) and not first.startswith("-")
-    return [first] if is_name and (first.endswith(".py") or not (names_file(first) or _is_input(first))) else []
-
-
-def _is_input(word: str) -> bool:
-    """Return whether a word is an input: a configuration, a workflow, `lora_name:`."""
-    return bool(with_options([word, "x"]).typed)
+    is_name = re.fullmatch(r"[\w.\\/:~-]*[\w.\\/~-]", first) and not first.startswith("-")  # lora_name: is an input
+    return [first] if is_name and (first.endswith(".py") or not names_file(first)) else []
 
 
 def _trains(word: str) -> bool:

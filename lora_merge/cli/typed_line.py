@@ -21,7 +21,7 @@ from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
 from ..paths import ENDINGS, JOBS_ENDINGS, exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
-from .corrected_line import is_adapter, path_of
+from .corrected_line import is_adapter, opened, path_of
 from .foreign_names import (
     LORA_ALPHA,
     NOT_KNOWN,
@@ -194,7 +194,7 @@ class TypedLine:
             return (Role.NOT_CLEAR if self.command.options else ""), advice
         is_file = exists(with_found_ending(value))
         plain = not is_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
-        if form == Role.ADAPTERS and is_file and not _is_adapter_or_model(value):  # a folder with several
+        if form == Role.ADAPTERS and is_file and expand(value).is_dir() and opened(value) is None:  # with several files
             return Role.LEFT_OUT, ONE_BY_ONE
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
         of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not is_file
@@ -445,17 +445,6 @@ def _is_format(value: str) -> bool:
     from ..adapters_out.dialects import names
 
     return value.lower() in names()
-
-
-def _is_adapter_or_model(path: str) -> bool:
-    """Return whether a path can be read as one adapter or model."""
-    from ..files.checkpoint import open_checkpoint
-
-    try:
-        open_checkpoint(expand(with_found_ending(path)), adapter=True)
-    except MergeError:
-        return not expand(path).is_dir()
-    return True
 
 
 def _likely_meaning(value: str) -> str:
