@@ -167,7 +167,7 @@ def _in_typed_order(words: Sequence[str], stated: Sequence[str]) -> list[str]:
     """Return a command with its models in the order in which the user has them."""
     models = [word for word in stated if word in words and not is_adapter(path_of(word))]
     ordered = iter(models)
-    return [next(ordered) if word in models else word for word in words]
+    return [next(ordered, word) if word in models else word for word in words]
 
 
 def _with_first(words: Sequence[str], known: Mapping[str, bool], stated: Sequence[str]) -> list[str]:

@@ -789,13 +789,17 @@ def test_files_of_a_fix_fit_each_other(run: Run, words: str, right: str) -> None
     assert right in run(*words.split())[2]
 
 
-@pytest.mark.parametrize(("words", "right"), [
-    ("flux.gguf style -o x.safetensors", ["-o x.gguf", "-o x.safetensors --dtype bf16"]),
-    ("flux.gguf style -o x.safetensors --dtype nf4", ["--dtype q4_0 -o x.gguf"]), ("flux.gguf style --dtype int8", ["--dtype q8_0"]),
-    ("base lora -o x.gguf --dtype fp16", ["-o x.safetensors --dtype fp16"]), ("base lora -o x.gguf --dtype q8_0", ["--dtype bf16 -o x.safetensors"]),
-    ("base lora -o x.gguf --dtype fp8_block", ["--dtype bf16 -o x.safetensors"]),
-])  # fmt: skip
-def test_container_is_corrected_by_one_fix(run: Run, words: str, right: list[str]) -> None:
+CONTAINERS = {
+    "flux.gguf style -o x.safetensors": ["-o x.gguf", "-o x.safetensors --dtype bf16"],
+    "flux.gguf style -o x.safetensors --dtype nf4": ["--dtype q4_0 -o x.gguf"], "flux.gguf style --dtype int8": ["--dtype q8_0"],
+    "base lora -o x.gguf --dtype fp16": ["-o x.safetensors --dtype fp16"], "base lora -o x.gguf --dtype q8_0": ["--dtype bf16 -o x.safetensors"],
+    "base lora -o x.gguf --dtype fp8_block": ["--dtype bf16 -o x.safetensors"],
+}  # fmt: skip
+"""Line as it is typed → what its error says."""
+
+
+@pytest.mark.parametrize("words", CONTAINERS)
+def test_container_is_corrected_by_one_fix(run: Run, words: str) -> None:
     """A name for the format, or a format for the name; each line is accepted."""
     at = "single_blocks.0.linear2"
     gguf_files.write(
@@ -803,7 +807,7 @@ def test_container_is_corrected_by_one_fix(run: Run, words: str, right: list[str
     )
     save({f"{at}.lora_A.weight": rand(2, 32), f"{at}.lora_B.weight": rand(32, 2)}, Path("style.safetensors"))
     lines = run(*words.split())[2].rpartition("write lora-merge ")[2].strip().split("; or lora-merge ")
-    assert lines == [f"{words[: words.index(' -')]} {options}" for options in right]
+    assert lines == [f"{words[: words.index(' -')]} {options}" for options in CONTAINERS[words]]
     assert all(run(*line.split())[0] == 0 for line in lines)
 
 

@@ -21,13 +21,13 @@ TYPED: Final[Mapping[str, str]] = {
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
     "a merge quantises what it writes: lora-merge BASE ADAPTER --dtype q8_0":
-        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[llama-quantize base x Q4_K-parts50]",
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[llama-quantize base x Q4_K]",
     "run it as it is; or merge the adapter: lora-merge BASE ADAPTER":
-        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[convert_lora_to_gguf.py --base base one --outfile x.gguf-parts16]",
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[convert_lora_to_gguf.py --base base one --outfile x.gguf]",
     "write what each adds to a model as an adapter: lora-merge extract BASE TUNED; then merge these":
-        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[ModelMergeSimple model1=base model2=tuned-parts55]",
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[ModelMergeSimple model1=base model2=tuned]",
     "name the files: lora-merge BASE ADAPTER":
-        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[mlx_lm.fuse-parts46]",
+        "tests/cli/test_foreign_options.py::test_what_is_dropped_is_named[mlx_lm.fuse]",
     "write --max-memory …MiB":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors --max-memory 1KiB-5-the memory limit is too low-write lora-merge base.safetensors lora.safetensors --max-memory 8MiB]",
     "write --rank 32, or choose the format kohya or comfy":
@@ -101,7 +101,7 @@ TYPED: Final[Mapping[str, str]] = {
     "write lora-merge batch …":
         "tests/cli/test_habits.py::test_jobs_file_in_the_place_of_a_base_is_for_batch",
     "write --dtype … -o …":
-        "tests/cli/test_habits.py::test_container_is_corrected_by_one_fix[flux.gguf style -o x.safetensors --dtype nf4-right1]",
+        "tests/cli/test_habits.py::test_container_is_corrected_by_one_fix[flux.gguf style -o x.safetensors --dtype nf4]",
     "write a folder for each: …--include … -o …-…":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
