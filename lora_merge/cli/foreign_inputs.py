@@ -17,9 +17,10 @@ from ..adapter_arguments import right_form
 from ..errors import MergeError, UsageError
 from ..paths import ENDINGS, exists, expand, is_file
 from ..text import from_json
-from .corrected_line import is_adapter, path_of
+from .corrected_line import is_adapter
 from .foreign_names import Role, meaning_of
-from .typed_line import OWN_STRENGTHS, looks_like_path, names_file
+from .typed_file import looks_like_path, names_file
+from .typed_line import OWN_STRENGTHS
 
 NAME_THE_FILES: Final = "name the files: `lora-merge BASE ADAPTER`"
 OF_PYTHON: Final = "this is Python"
@@ -68,13 +69,6 @@ def with_options(args: Sequence[str]) -> OptionLine:
     if script:
         words, typed, what = [*words, *of_python("\n".join(script))], [*typed, *script], OF_PYTHON
     return OptionLine(words, typed, what)
-
-
-def lacks_base(words: Sequence[str]) -> bool:
-    """Return whether all files that a line names are adapters, of which there are several."""
-    values = [word.partition("=")[2] if word.startswith("--") else word for word in words
-              if not word.startswith("--") or _role(word) in OF_FILES - {"-o {}"}]  # fmt: skip
-    return len(values) > 1 and all(names_file(value) and is_adapter(path_of(value)) for value in values)
 
 
 def _is_python(word: str) -> bool:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from ..adapter_arguments import right_form
-from ..addresses import split
 from ..command import MERGE
-from ..errors import MergeError, UsageError
+from ..errors import UsageError
 from ..merge_methods import METHODS, SUM
 from ..options import BLOCK_WEIGHTS
-from ..paths import exists, expand, split_strength, with_found_ending
+from ..paths import exists, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
 from .compat import check_dashes
-from .corrected_line import PLACES, flags, is_adapter, line, opened, path_of
-from .foreign_inputs import NAME_THE_FILES, with_options
+from .corrected_line import PLACES, flags, line
+from .foreign_inputs import NAME_THE_FILES, OF_NODES, OF_PYTHON, with_options
 from .foreign_names import (
     FOREIGN_RULES,
     NOT_KNOWN,
@@ -37,23 +35,29 @@ from .foreign_names import (
     hyphened,
     meaning_of,
 )  # fmt: skip
-from .foreign_programs import program_of
+from .foreign_programs import NO_PROGRAM, program_of
+from .typed_file import TypedFile, numbers_in
 from .typed_line import (
     MISTAKES,
     NO_OPTION,
+    OF_MODELS,
     OTHER_SYNTAX,
     OUR_OPTIONS,
     OWN_STRENGTHS,
     OWN_WEIGHTS,
     NotClear,
+    Remark,
+    RemarkKind,
     Setting,
+    Syntax,
     TypedLine,
     TypedStrength,
     by_option,
-    names_file,
-    numbers_in,
     right_value,
 )
+
+EVERY_HAS_ONE: Final = "every adapter has a strength"
+"""Why strengths behind those of all adapters are left out."""
 
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
@@ -63,137 +67,134 @@ class Correction(NamedTuple):
     """The line that is meant."""
 
     words: list[str]
-    left_out: list[tuple[str, str]]
-    """Option as it is typed → reason."""
-    unclear: list[tuple[str, str]]
-    """Option as it is typed, which the line lacks → the advice on it."""
-    conflicts: list[str]
-    """What has two values, of which the line has the last."""
+    remarks: Sequence[Remark]
+    """What it has in another way than the line that is typed; of two values it has the last."""
     mistake: str
     """What is wrong with the strengths of the line as it is typed; "" for nothing."""
     repeated: bool
     """Whether a strength is for several adapters, which the user did not write."""
 
+    def by_kind(self, kind: RemarkKind) -> list[Remark]:
+        """Return its remarks of a kind."""
+        return [remark for remark in self.remarks if remark.kind == kind]
+
 
 def corrected(reading: TypedLine) -> Correction:
     """Return the line that is meant; NotClear if its files are too few, too many, or of another kind."""
-    reading.take_output()
-    files, first = _files(reading)
-    command, settings = reading.command, _settings(reading)
+    syntax, files, settings = reading.syntax, _files(reading), _settings(reading)
     settings += _take_required(reading, {s.words[0] for s in settings})
-    terms = [_Term.of(word) for word in (expanded(files[first:]) if command.options else files[first:])]
+    pairs = [(file, word) for file in files[syntax.models :] for word in expanded([file.word])]
+    adapters = [file if word == file.word else TypedFile.of(word) for file, word in pairs]
     # Step 1: each strength gets its adapter.
-    if command.merges:
-        _fit_parts(reading, files[0], terms)
-    _take_share(reading, settings, terms)
-    count, repeated = _take_strengths(reading, terms)
-    mistake = (command.merges and _scaled(settings, terms)) or _mistake(reading, terms, count)
+    if syntax.merges:
+        _fit_parts(reading, files[0], adapters)
+    _take_share(reading, settings, adapters)
+    count, repeated = _take_strengths(reading, adapters)
+    mistake = (syntax.merges and _scaled(settings, adapters)) or _mistake(reading, adapters, count)
     # Step 2: options become strengths, or are left out.
-    _take_alphas(reading, settings, terms)
-    settings += (s for s in _take_part_strengths(reading, terms) if s.words not in {other.words for other in settings})
+    _take_alphas(reading, settings, adapters)
+    others = {setting.words for setting in settings}
+    settings += (s for s in _take_part_strengths(reading, adapters) if s.words not in others)
     # Step 3: strengths follow the adapters, or become --weights.
-    paths, options = [term.word for term in terms], [word for setting in settings for word in setting.words]
-    if reading.weighted and any(term.strength for term in terms):
-        paths = [with_found_ending(term.path) if term.stated else term.path for term in terms]
-        options += [OWN_WEIGHTS, ",".join(term.strength or "1" for term in terms)]
-    words = [*filter(None, [command.typed]), *files[:first], *paths, *options]
-    name = terms[0].path if len(terms) == 1 else "ADAPTER"
-    unclear = [(option, advice.replace("ADAPTER", name)) for option, advice in reading.unclear]
-    left_out = [(option, reason.replace("ADAPTER", name)) for option, reason in reading.left_out]
-    return Correction(words, left_out, unclear, reading.conflicts, mistake, repeated)
+    paths, options = [file.word for file in adapters], [word for setting in settings for word in setting.words]
+    if syntax.weighted and any(file.strength for file in adapters):
+        paths = [with_found_ending(file.path) if file.stated else file.path for file in adapters]
+        options += [OWN_WEIGHTS, ",".join(file.strength or "1" for file in adapters)]
+    words = [*[syntax.name] * (syntax.name != MERGE), *(file.word for file in files[: syntax.models]), *paths, *options]
+    name = adapters[0].path if len(adapters) == 1 else "ADAPTER"
+    remarks = [remark._replace(reason=remark.reason.replace("ADAPTER", name)) for remark in reading.remarks]
+    return Correction(words, remarks, mistake, repeated)
 
 
 def _take_required(reading: TypedLine, stated: Collection[str]) -> list[Setting]:
     """Return the option that a command cannot do without, if the number of the line is its value: `resize FILE 16`."""
-    required = [row for row in reading.command.options.values() if row.required and row.flag not in stated]
+    required = [row for row in reading.syntax.options.values() if row.required and row.flag not in stated]
     numbers = reading.strengths[""]
     values = [right_value(row, s.value) for row in required for s in numbers]
     if required and (len(values) != 1 or not values[0]):
         raise NotClear(required[0].flag)
     if required:
-        reading.mistakes[NO_OPTION] = [numbers.pop().value]
+        reading.remark("mistake", numbers.pop().value, NO_OPTION)
     return [Setting(value, (required[0].flag, value)) for value in values[: len(required)]]
 
 
-def _take_share(reading: TypedLine, settings: list[Setting], terms: Sequence[_Term]) -> None:
+def _take_share(reading: TypedLine, settings: list[Setting], adapters: Sequence[TypedFile]) -> None:
     """Make the alpha of a weighted sum, which is the share of the second file, the strengths of both files."""
-    shares = [TypedStrength(s.typed, s.words[1], "") for s in settings if s.words[0] == "--alpha"] * reading.foreign
+    shares = [TypedStrength(s.typed, s.words[1]) for s in settings if s.words[0] == "--alpha"] * reading.foreign
     shares = [s for s in shares if right_form(s.value).startswith("0.")]
     settings[:] = [s for s in settings if s.typed not in {share.typed for share in shares}]
-    shares += [s for s in reading.strengths[""] if reading.weighted and "alpha" in s.typed]
+    shares += [s for s in reading.strengths[""] if reading.syntax.weighted and "alpha" in s.typed]
     if not shares:
         return
-    if len(terms) != 2 or {s.typed for s in reading.strengths[""]} - {s.typed for s in shares}:
+    if len(adapters) != 2 or {s.typed for s in reading.strengths[""]} - {s.typed for s in shares}:
         raise NotClear(shares[0].typed)
     share = float(right_form(shares[-1].value))
-    reading.strengths[""] = [TypedStrength(shares[-1].typed, f"{value:g}", "") for value in (1 - share, share)]
+    reading.strengths[""] = [TypedStrength(shares[-1].typed, f"{value:g}") for value in (1 - share, share)]
 
 
-def _take_strengths(reading: TypedLine, terms: Sequence[_Term]) -> tuple[int, bool]:
+def _leave_out(reading: TypedLine, typed: Sequence[str], reason: str) -> None:
+    reading.remarks += [Remark("left out", text, reason) for text in typed]
+
+
+def _take_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> tuple[int, bool]:
     """Give each strength to its adapter: in order, or to those without a strength in order. Return how many there are,
     and whether one is for several adapters."""
     stated = reading.strengths[""]
-    if blocks := next((s for s in stated if len(numbers_in(s.value)) > max(len(terms), FEW)), None):
+    if blocks := next((s for s in stated if len(numbers_in(s.value)) > max(len(adapters), FEW)), None):
         raise NotClear(blocks.typed)  # weights of blocks
-    values = _values([s.value for s in stated], terms)
-    if values and not reading.weighted and "strength" not in reading.command.options:
+    values = _values([s.value for s in stated], adapters)
+    if values and not reading.syntax.weighted and "strength" not in reading.syntax.options:
         raise NotClear(values[0])
-    receivers = _receivers(stated, len(values), terms, [term for term in terms if not term.strength])
+    receivers = _receivers(stated, len(values), adapters, [file for file in adapters if not file.strength])
     repeated = 0 < len(values) < len(receivers)
-    if repeated and reading.weighted:
+    if repeated and reading.syntax.weighted:
         raise NotClear(values[-1])
-    reading.left_out += [(value, "every adapter has a strength") for value in values[len(receivers) :]]
-    for term, value in zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False):
-        if term.strength and float(term.strength) != float(value):
-            reading.conflicts.append(f"{term.path} has two strengths, {term.strength} and {value}")
-        term.strength = value
+    _leave_out(reading, values[len(receivers) :], EVERY_HAS_ONE)
+    for file, value in zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False):
+        if file.strength and float(file.strength) != float(value):
+            reading.remark("conflict", f"{file.path} has two strengths, {file.strength} and {value}")
+        file.take_strength(value)
     return len(values), repeated
 
 
 def _receivers(
-    stated: Sequence[TypedStrength], count: int, terms: Sequence[_Term], bare: Sequence[_Term]
-) -> Sequence[_Term]:
+    stated: Sequence[TypedStrength], count: int, adapters: Sequence[TypedFile], bare: Sequence[TypedFile]
+) -> Sequence[TypedFile]:
     """Return the adapters whose strengths these are, in order: all of them; those right before the strengths; or those
     without a strength. `count`: of the strengths."""
     named = {s.after for s in stated} - {""}
-    if count == len(stated) == len(named) < len(terms):  # one 0.8 two
-        return [term for term in terms if term.word in named or term.path in named]
-    return terms if count == len(terms) else bare
+    if count == len(stated) == len(named) < len(adapters):  # one 0.8 two
+        return [file for file in adapters if file.word in named or file.path in named]
+    return adapters if count == len(adapters) else bare
 
 
-def _fit_parts(reading: TypedLine, base: str, terms: Sequence[_Term]) -> None:
+def _fit_parts(reading: TypedLine, base: TypedFile, adapters: Sequence[TypedFile]) -> None:
     """Make strengths of the denoiser those of the whole adapters if the base has nothing else: a strength of its text
     encoders is left out."""
-    if not (reading.foreign or reading.mistakes):
+    if not reading.differs or base.index is None:
         return
-    from ..files.checkpoint import open_checkpoint
     from ..models.names import names
 
-    try:
-        labels = {part.label for part in names(open_checkpoint(expand(path_of(base)))).parts}
-    except MergeError:  # the merge itself reports it
-        return
+    labels = {part.label for part in names(base.index).parts}
     encoders = {label for label in labels if label.startswith("te")}
     absent = [part for part in reading.strengths if part.startswith("te") and not encoders & {part, "te"}]
     absent += ["te2"] if encoders == {"te"} and "te2" in reading.strengths else []
-    left_out = [s.typed for part in absent for s in reading.strengths.pop(part)]
-    reading.left_out += [(option, f"the base has no {'second ' * bool(encoders)}text encoder") for option in left_out]
-    changed = [term for term in terms if _has_text_encoder(term)]
-    if not encoders and changed and not any("te=" in term.parts for term in changed):
-        reading.strengths["te"] = [TypedStrength("", "0", "")]
+    of_absent = [s.typed for part in absent for s in reading.strengths.pop(part)]
+    _leave_out(reading, of_absent, f"the base has no {'second ' * bool(encoders)}text encoder")
+    changed = [file for file in adapters if file.has_text_encoder]
+    if not encoders and changed and not any("te=" in file.parts for file in changed):
+        reading.strengths["te"] = [TypedStrength("", "0")]
     elif not encoders and "unet" in reading.strengths:
         reading.strengths[""] = reading.strengths.pop("unet")
-    elif encoders and not changed and all(names_file(term.path) for term in terms):
-        stated = [
-            s.typed for part in [*reading.strengths] if part.startswith("te") for s in reading.strengths.pop(part)
-        ]
-        reading.left_out += [(option, f"{terms[0].path} changes no text encoder") for option in stated]
-    for term in terms:  # of a tag, <lora:style:0.8:0.5>
-        if "unet" in labels and (term not in changed or not encoders):
-            term.parts = re.sub(",te=[0-9.]+", ",te=0" if term in changed else "", term.parts)
+    elif encoders and not changed and all(file.kind for file in adapters):
+        of_encoders = [part for part in reading.strengths if part.startswith("te")]
+        typed = [s.typed for part in of_encoders for s in reading.strengths.pop(part)]
+        _leave_out(reading, typed, f"{adapters[0].path} changes no text encoder")
+    for file in adapters if "unet" in labels else ():  # of a tag, <lora:style:0.8:0.5>
+        file.fit_encoders(there=bool(encoders))
 
 
-def _take_part_strengths(reading: TypedLine, terms: Sequence[_Term]) -> list[Setting]:
+def _take_part_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> list[Setting]:
     """Return the strengths of parts as options; those of one adapter, or of one with another strength than 1, become
     factors of the adapter, as other programs have them in place of the whole strength."""
     settings = list[Setting]()
@@ -202,43 +203,28 @@ def _take_part_strengths(reading: TypedLine, terms: Sequence[_Term]) -> list[Set
         values = [value for text in texts for value in text]
         if not part or not values:
             continue
-        if reading.weighted or not terms:
-            reading.unclear += [(s.typed, STRENGTH_FORMS) for s in stated]
+        if reading.syntax.weighted or not adapters:
+            reading.remarks += [Remark("unclear", s.typed, STRENGTH_FORMS) for s in stated]
             continue
-        receivers = _receivers(stated, len(values), terms, terms)
-        if len(terms) == 1 and len(stated) == len(values) > 1 and len({*values}) > 1:
-            reading.conflicts.append(f"{stated[-2].typed} and {stated[-1].typed} contradict each other")
+        receivers = _receivers(stated, len(values), adapters, adapters)
+        if len(adapters) == 1 and len(stated) == len(values) > 1 and len({*values}) > 1:
+            reading.remark("conflict", f"{stated[-2].typed} and {stated[-1].typed} contradict each other")
             values = values[-1:]
-        reading.left_out += [(value, "every adapter has a strength") for value in values[len(receivers) :]]
-        typed = [term for term in receivers if f",{part}=" in term.parts]
-        reading.conflicts += [f"{term.path} has two strengths of {part}" for term in typed]
-        whole = all(term.strength in ("", "1") for term in terms) and not typed
-        if len(values) == 1 and len(receivers) == len(terms) and whole:
+        _leave_out(reading, values[len(receivers) :], EVERY_HAS_ONE)
+        typed = [file for file in receivers if f",{part}=" in file.parts]
+        reading.remarks += [Remark("conflict", f"{file.path} has two strengths of {part}") for file in typed]
+        whole = all(file.strength in ("", "1") for file in adapters) and not typed
+        if len(values) == 1 and len(receivers) == len(adapters) and whole:
             settings.append(Setting(stated[-1].typed, ("--strength-for", f"{part}={values[0]}")))
             continue
-        for term, value in zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False):
-            term.of_parts[part] = value
-    for term in terms:
-        _apply_parts(term, {s.words[1].partition("=")[0] for s in settings})
+        for file, value in zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False):
+            file.of_parts[part] = value
+    for file in adapters:
+        file.apply_parts({s.words[1].partition("=")[0] for s in settings})
     return settings
 
 
-def _apply_parts(term: _Term, common: Collection[str]) -> None:
-    """Write the strengths of parts as factors behind an adapter. `common`: the parts that have an option."""
-    parts = {**term.of_parts}
-    if not parts:
-        return
-    if term.strength not in ("", "1") and {*parts} != {BLOCK_WEIGHTS}:  # it is that of the other parts
-        encoders = ("te1", "te2") if {"te1", "te2"} & {*parts} else ("te",)
-        every = dict.fromkeys(("unet", *encoders, *parts))
-        parts = {part: parts.get(part, term.strength) for part in every if part not in common}
-        term.strength = "1"
-    term.strength = term.strength or "1"
-    others = re.sub(rf",(?:{'|'.join(parts)})=[^,=]*(?=,|$)", "", term.parts)
-    term.parts = "".join(f",{part}={value}" for part, value in parts.items()) + others
-
-
-def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
+def _scaled(settings: list[Setting], adapters: Sequence[TypedFile]) -> str:
     """Take the factor of a merge by sum out of the settings, as one of each strength; return what is wrong with it."""
     by_name = {setting.words[0]: setting for setting in settings}
     method = by_name["--method"].words[1] if "--method" in by_name else SUM
@@ -246,103 +232,87 @@ def _scaled(settings: list[Setting], terms: Sequence[_Term]) -> str:
     if not scale or float(scale) == 1 or row is None or row.combines:
         return ""
     settings.remove(by_name["--scale"])
-    for term in terms:
-        term.strength = f"{float(term.strength or 1) * float(scale):g}"
+    for file in adapters:
+        file.take_strength(f"{float(file.strength or 1) * float(scale):g}")
     return f"{method} has no scale"
 
 
-def _take_alphas(reading: TypedLine, settings: list[Setting], terms: Sequence[_Term]) -> None:
+def _take_alphas(reading: TypedLine, settings: list[Setting], adapters: Sequence[TypedFile]) -> None:
     """Make an alpha of another program that of the output if all files state theirs; a merge has none."""
     alphas = [s for s in settings if s.words[0] == "--setting" and not s.typed.startswith("--setting")]
-    if not alphas or not all(map(_states_alpha, terms)):
+    if not alphas or not all(file.states_alpha for file in adapters):
         return
     settings[:] = [setting for setting in settings if setting not in alphas]
-    if "alpha" in reading.command.options:
+    if "alpha" in reading.syntax.options:
         settings += [Setting(s.typed, ("--alpha", s.words[1].partition("=")[2])) for s in alphas[-1:]]
     else:
-        reading.left_out += [(setting.typed, "the adapter states its alpha") for setting in alphas]
+        _leave_out(reading, [setting.typed for setting in alphas], "the adapter states its alpha")
 
 
-def _mistake(reading: TypedLine, terms: Sequence[_Term], count: int) -> str:
+def _mistake(reading: TypedLine, adapters: Sequence[TypedFile], count: int) -> str:
     """Return what is wrong with the strengths as they are typed; "" for nothing. `count`: of those by option."""
-    if reading.conflicts:
-        return reading.conflicts[0]
     for what in MISTAKES:
-        words = reading.mistakes.get(what, ())
+        words = [remark.typed for remark in reading.remarks if remark.reason == what]
         is_tag = "<" in "".join(words)  # another word alone has an error with all of its readings
         if words and (what != OTHER_SYNTAX or len(words) > 1 or is_tag):
             return f"{what}: {' '.join(words)}"
     texts = [s.value for s in reading.strengths[""]]
     try:
-        _ = [*map(float, ",".join(texts or ["1"]).split(","))] if reading.weighted else []
+        _ = [*map(float, ",".join(texts or ["1"]).split(","))] if reading.syntax.weighted else []
         _ = strengths([text for text in texts if not right_form(text)], 0)
     except (UsageError, ValueError):
-        return f"{OWN_WEIGHTS if reading.weighted else OWN_STRENGTHS[1]} has another syntax: {' '.join(texts)}"
-    stated = [term for term in terms if term.stated]
-    if reading.weighted:
+        return f"{OWN_WEIGHTS if reading.syntax.weighted else OWN_STRENGTHS[1]} has another syntax: {' '.join(texts)}"
+    stated = [file for file in adapters if file.stated]
+    if reading.syntax.weighted:
         return "snapshots have weights, not strengths" if stated else ""
-    if not count or (count == len(terms) and not stated):
+    if not count or (count == len(adapters) and not stated):
         return ""
-    few = f"{plural(count, 'strength')} for {plural(len(terms), 'adapter')}"
-    return few if count != len(terms) else "strengths are given twice"
+    few = f"{plural(count, 'strength')} for {plural(len(adapters), 'adapter')}"
+    return few if count != len(adapters) else "strengths are given twice"
 
 
-def _states_alpha(term: _Term) -> bool:
-    """Return whether an adapter states its alpha, as tensors, in its metadata or in its configuration."""
-    file = opened(term.path)
-    return file is not None and any("alpha" in name for name in (*file.stored, *file.metadata, *file.config))
-
-
-def _has_text_encoder(term: _Term) -> bool:
-    """Return whether an adapter changes a text encoder."""
-    from ..models.prefixes import innermost
-
-    file = opened(term.path)
-    return file is not None and any(innermost(name)[0].startswith(("te", "=")) for name in file.stored)
-
-
-def _files(reading: TypedLine) -> tuple[list[str], int]:
-    """Return the files in the order of our commands, and how many of the first are no adapters."""
-    command, base, tuned = reading.command, reading.file(Role.BASE), reading.file(Role.TUNED)
-    first = 2 if command.inputs == "checkpoints" else int(command.merges)
-    stated = {_Term.of(word).path: word for word in reading.adapters}  # named with an option, and maybe without one too
-    files = [stated.get(word, word) for word in reading.files if word not in base]
+def _files(reading: TypedLine) -> list[TypedFile]:
+    """Return the files in the order of our commands."""
+    syntax, base, tuned = reading.syntax, reading.named(Role.BASE), reading.named(Role.TUNED)
+    for role in OF_MODELS:
+        for before, after in pairwise(file for file in reading.files if file.role == role):
+            if before.word != after.word:
+                reading.remark("conflict", f"{before.typed} and {after.typed} contradict each other")
+    # A file may be named with an option, and without one too.
+    adapters = [file for file in reading.files if file.role == Role.ADAPTERS]
+    by_option = {word: file for file in adapters for word in (file.path, file.word)}
+    placed = [by_option.get(file.word, file) for file in reading.placed if file.word not in [f.word for f in base]]
     if reading.foreign:
-        files = [word for n, word in enumerate(files) if word not in files[:n] or word not in reading.adapters]
-    if first == 2:
-        files = [*base, *tuned, *files] if base else [*files, *tuned]
-    elif first and not base:
-        others = [word for word in files if word not in reading.adapters]
-        checked = others if reading.foreign or reading.mistakes else []
-        models = [word for word in checked if names_file(word) and not is_adapter(_Term.of(word).path)]
+        placed = [f for n, f in enumerate(placed) if f.role != Role.ADAPTERS or f not in placed[:n]]
+    if syntax.models == 2:
+        files = [*base, *tuned, *placed] if base else [*placed, *tuned]
+    elif syntax.merges and not base:
+        others = [file for file in placed if file.role != Role.ADAPTERS]
+        models = [file for file in others if reading.differs and file.kind == "model"]
         base = models if len(models) == 1 else others[:1]
-        if base and files.count(base[0]) > 1:
-            raise NotClear(base[0])
-        files = [*base, *(word for word in files if word not in base), *tuned]
+        files = [*base, *(file for file in placed if file not in base), *tuned]
     else:
-        files = [*base, *files, *tuned]
-    if command.options and reading.foreign and len(files) < 1 + command.merges:
+        files = [*base, *placed, *tuned]
+    if syntax.options and reading.foreign and len(files) < 1 + syntax.merges:
         files = _with_places(reading, files)
-    most = len(files) if command.several or command.merges else max(first, 1)
-    if not reading.required <= len(files) <= most or (tuned and command.options and first < 2):
-        raise NotClear(" ".join(files))
-    if command.options and (reading.foreign or reading.mistakes):  # otherwise the command itself reports it
-        of_adapters = {n: is_adapter(_Term.of(word).path) for n, word in enumerate(files) if names_file(word)}
-        if any(adapter is not (n >= first) for n, adapter in of_adapters.items()):
-            raise NotClear(" ".join(files))
-    if (command.merges or not command.options) and {*files[:1]} & {*files[1:]}:  # a base is not its own adapter
-        raise NotClear(files[0])
-    return files, first
+    # The files are as many as the command takes, each of its kind, and a base is not its own adapter.
+    words, first = [file.word for file in files], syntax.models
+    clear = syntax.required <= len(files) and (syntax.several or len(files) <= max(first, 1))
+    clear = clear and not (tuned and syntax.options and first < 2)
+    if syntax.options and reading.differs:  # otherwise the command itself reports it
+        clear = clear and all((file.kind == "model") is (n < first) for n, file in enumerate(files) if file.kind)
+    if not clear or ((syntax.merges or not syntax.options) and {*words[:1]} & {*words[1:]}):
+        raise NotClear(" ".join(words))
+    return files
 
 
-def _with_places(reading: TypedLine, files: list[str]) -> list[str]:
+def _with_places(reading: TypedLine, files: list[TypedFile]) -> list[TypedFile]:
     """Return the one file of a merge, or none, with places for what is missing."""
     if not files:
-        of_others = ("BASE", "TUNED") if reading.command.inputs == "checkpoints" else ("ADAPTER", "ADAPTER2")
-        places = ("BASE", "ADAPTER") if reading.command.merges else of_others
-        return [*places][: reading.required if reading.settings else 0]
-    of_adapter = files[0] in reading.adapters or (names_file(files[0]) and is_adapter(_Term.of(files[0]).path))
-    return ["BASE", *files] if of_adapter else [*files, "ADAPTER"]
+        of_others = ("BASE", "TUNED") if reading.syntax.models == 2 else ("ADAPTER", "ADAPTER2")
+        places = ("BASE", "ADAPTER") if reading.syntax.merges else of_others
+        return [*map(TypedFile, places)][: reading.syntax.required if reading.settings else 0]
+    return [TypedFile("BASE"), *files] if files[0].of_adapter else [*files, TypedFile("ADAPTER")]
 
 
 def _settings(reading: TypedLine) -> list[Setting]:
@@ -355,14 +325,15 @@ def _settings(reading: TypedLine) -> list[Setting]:
         try:
             settings.append(Setting(setting.typed, reading.words_for(f"{name} {{}}", setting.words[1])))
         except NotClear:
-            in_fp32 = (reading.left_out, "sums are computed in fp32 or fp64")
-            kind, advice = (reading.unclear, "use --dtype fp16, bf16 or fp32") if name == "--dtype" else in_fp32
-            kind.append((setting.typed, advice))
+            if name == "--dtype":
+                reading.remark("unclear", setting.typed, "use --dtype fp16, bf16 or fp32")
+            else:
+                reading.remark("left out", setting.typed, "sums are computed in fp32 or fp64")
     # Step 2: a share with its rule is the rank, and a rank next to it is a limit.
     if {Role.RULE, Role.SHARE} & {*of_role}:
         of_resize, share = (of_role[role].words[1] if role in of_role else "" for role in (Role.RULE, Role.SHARE))
         rule = f"{FOREIGN_RULES.get(of_resize)}:{share}"
-        if "rank" not in reading.command.options or not right_value(reading.command.options["rank"], rule):
+        if "rank" not in reading.syntax.options or not right_value(reading.syntax.options["rank"], rule):
             raise NotClear(rule)
         settings = [Setting(s.typed, ("--max-rank", s.words[1])) if s.words[0] == "--rank" else s for s in settings]
         settings = [Setting("--dynamic-param", ("--rank", rule)), *settings]
@@ -370,22 +341,20 @@ def _settings(reading: TypedLine) -> list[Setting]:
     of_hub = [s for s in settings if s.words[1:] and s.words[1].startswith("hf://") and s.words[1] not in s.typed]
     if any(s.words[0] in ("-o", "--output") and s not in of_hub for s in settings):
         settings = [s for s in settings if s not in of_hub]
-        reading.left_out += [(s.typed, "upload the output by hf upload OWNER/NAME FOLDER") for s in of_hub]
+        _leave_out(reading, [s.typed for s in of_hub], "upload the output by hf upload OWNER/NAME FOLDER")
     # Step 4: two spellings of one option have one value.
     by_place = dict[Any, Setting]()
-    settings = _with_folder(settings)
-    for setting in (*(s for s in reading.settings if s.words[0] in (Role.BASE, Role.TUNED)), *settings):
+    for setting in _with_folder(settings):
         name, *value = setting.words
-        parameter = reading.known.get(name)
+        parameter = reading.syntax.known.get(name)
         several = parameter is not None and parameter.multiple
         place = (parameter.name if parameter else name, several and (value[0].rpartition("=")[0] or value[0]))
         before = by_place.get(place, setting)
-        foreign = [s for s in (before, setting) if hyphened(s.typed.split()[0]) not in reading.known]
+        foreign = [s for s in (before, setting) if hyphened(s.typed.split()[0]) not in reading.syntax.known]
         if before.words[1:] != setting.words[1:] and foreign:
-            reading.conflicts.append(f"{before.typed} and {setting.typed} contradict each other")
+            reading.remark("conflict", f"{before.typed} and {setting.typed} contradict each other")
         by_place[place] = setting
-    of_ours = [setting for setting in by_place.values() if setting.words[0].startswith("-")]
-    return sorted(of_ours, key=lambda s: s.words[0] not in ("-o", "--output"))
+    return sorted(by_place.values(), key=lambda s: s.words[0] not in ("-o", "--output"))
 
 
 def _with_folder(settings: Sequence[Setting]) -> list[Setting]:
@@ -398,65 +367,34 @@ def _with_folder(settings: Sequence[Setting]) -> list[Setting]:
     return [s for s in settings if s not in (*names, *folders)] + [Setting(names[0].typed, ("-o", whole))]
 
 
-@dataclass
-class _Term:
-    """An adapter with its strength, as a line has it."""
-
-    path: str
-    strength: str = ""
-    parts: str = ""
-    of_parts: dict[str, str] = field(default_factory=dict)
-    """Part → its strength by an option of another program."""
-    stated: bool = False
-    """Whether the word has a strength or parts."""
-
-    @classmethod
-    def of(cls, word: str) -> _Term:
-        """Return the adapter of a word such as "lora:0.8,te=0"."""
-        if exists(word):
-            return cls(word)
-        tail = address[1] if (address := split(word)) else ""
-        text, comma, parts = word.partition(",") if not address or tail else (word, "", "")
-        path, strength = split_strength(text) if not address or tail else (word, None)
-        return cls(path, "" if strength is None else f"{strength:g}", comma + parts, stated=word != path)
-
-    @property
-    def word(self) -> str:
-        """The word of our command line."""
-        return f"{self.path}{self.strength and ':'}{self.strength}{self.parts}"
-
-
-def _values(numbers: Sequence[str], terms: Sequence[_Term]) -> list[str]:
+def _values(numbers: Sequence[str], adapters: Sequence[TypedFile]) -> list[str]:
     """Return strengths as they are written here. "0,5" is one number if that gives a strength for each adapter."""
     whole, apart = [right_form(text) for text in numbers], [n for text in numbers for n in numbers_in(text)]
-    counts = (len(terms), sum(not term.strength for term in terms))
+    counts = (len(adapters), sum(not file.strength for file in adapters))
     values = whole if all(whole) and len(whole) in counts else apart
-    if numbers and not (values and terms):
+    if numbers and not (values and adapters):
         raise NotClear(numbers[0])
     return values
 
 
 def corrected_line(
-    command: str, args: Sequence[str], commands: Mapping[str, Any], *, program: bool = False
+    command: str, args: Sequence[str], commands: Mapping[str, Any], *, program: bool = False, has_base: bool = False
 ) -> Correction | None:
     """Return the line that the words of a command are meant as; None if that is not certain. `commands`: by name;
-    `program`: whether the line is one of another program."""
-    row = COMMANDS.get(command) or replace(COMMANDS["combine"], name=command, options=MappingProxyType({}))
+    `program`: whether the line is one of another program; `has_base`: whether that has a base, maybe without a name."""
     if "--" in args:
         return None
-    parameters = commands[command].params
-    known = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
-    required = sum(p.param_type_name == "argument" and p.required for p in parameters) + (command == MERGE)
-    reading = TypedLine(row, known, required, program, foreign=program)
+    reading = TypedLine(Syntax.of(command, commands), foreign=program)
     try:
         reading.take(args)
-        if NOT_KNOWN in dict(reading.left_out).values() and not reading.foreign:  # neither a file nor a number
-            return None
-        paths = [_Term.of(word).path for word in reading.files]
-        adapters = (w in reading.adapters or (names_file(w) and is_adapter(w)) for w in paths)
-        only_adapters = len(paths) > 1 and all(adapters) and not reading.file(Role.BASE)
-        if command == MERGE and only_adapters and (reading.foreign or reading.mistakes):  # they become one adapter
-            return corrected_line("combine", args, commands, program=program)
+        if not reading.foreign and any(remark.reason == NOT_KNOWN for remark in reading.remarks):
+            return None  # a word is neither a file nor a number
+        without_base = len(reading.placed) > 1 and all(file.of_adapter for file in reading.placed)
+        if command == MERGE and reading.differs and without_base and not reading.named(Role.BASE):
+            if not has_base:  # they become one adapter
+                return corrected_line("combine", args, commands, program=program)
+            reading.files.append(TypedFile("BASE", role=Role.BASE))
+        reading.take_output(program=program)
         return corrected(reading)
     except NotClear:
         return None
@@ -494,8 +432,8 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
         what = correction.mistake
     else:
         return
-    if correction and correction.conflicts:
-        what = "; ".join(correction.conflicts)
+    if correction and (conflicts := correction.by_kind("conflict")):
+        what = "; ".join(remark.typed for remark in conflicts)
     if not what:
         return
     advised = {name: values[name] for name in foreign}
@@ -510,10 +448,11 @@ def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> N
     program = program_of(args, commands, lambda name: _is_foreign(name, known, MERGE))
     if program is None:
         return
-    correction = corrected_line(program.command, program.words, commands, program=True)
+    has_base = program.what in (OF_PYTHON, OF_NODES)
+    correction = corrected_line(program.command, program.words, commands, program=True, has_base=has_base)
     if correction is not None:
         raise UsageError(program.what, program.name, _fix(correction, ()))
-    if program.certain and program.command in COMMANDS:
+    if program.what != NO_PROGRAM and program.command in COMMANDS:
         options = {name: (*values, "")[0] for name, values in by_option(program.words) if name}
         advice = _advices(options, program.command, commands[program.command].params) if options else NAME_THE_FILES
         raise UsageError(program.what, program.name, program.advice or advice)
@@ -539,19 +478,19 @@ def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     if places := [word for word in correction.words[:2] if word in PLACES]:
         right = f"name the {places[0].lower()}: `{line(correction.words)}`"
         right = f"name the files: {line(correction.words)}" if len(places) > 1 else right
-    if correction.conflicts:
+    left_out, unclear = correction.by_kind("left out"), correction.by_kind("unclear")
+    if correction.by_kind("conflict"):
         right = f"keep one of them: {right}"
     elif correction.repeated:
         right = f"give one for each adapter, such as {line(correction.words)}"
     by_reason: dict[str, list[str]] = {}
-    for option, reason in correction.left_out:
-        by_reason.setdefault(reason, []).append(option)
-    names = [option.split()[0] for option, _ in correction.left_out]
-    if not correction.unclear and len(by_reason) == 1 and names == [*foreign]:
-        return f"leave {'it' if len(foreign) == 1 else 'them'} out: {correction.left_out[0][1]}; {right}"
-    left_out = ", ".join(f"{', '.join(options)} ({reason})" for reason, options in by_reason.items())
-    not_clear = [f"for {option}, {advice.partition(';')[0].replace('`', '')}" for option, advice in correction.unclear]
-    return "; ".join([*not_clear, *([f"leave out {left_out}"] if left_out else []), right])
+    for remark in left_out:
+        by_reason.setdefault(remark.reason, []).append(remark.typed)
+    if not unclear and len(by_reason) == 1 and [remark.typed.split()[0] for remark in left_out] == [*foreign]:
+        return f"leave {'it' if len(foreign) == 1 else 'them'} out: {left_out[0].reason}; {right}"
+    reasons = ", ".join(f"{', '.join(options)} ({reason})" for reason, options in by_reason.items())
+    ways = [f"for {remark.typed}, {remark.reason.partition(';')[0].replace('`', '')}" for remark in unclear]
+    return "; ".join([*ways, *([f"leave out {reasons}"] if reasons else []), right])
 
 
 def _advices(foreign: Mapping[str, str], command: str, parameters: Sequence[Any]) -> str:

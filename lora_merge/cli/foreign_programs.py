@@ -18,14 +18,12 @@ from ..paths import ENDINGS, exists, expand, is_file, typed, words_of
 from .compat import FOREIGN_COMMANDS
 from .corrected_line import is_adapter
 from .foreign_inputs import (
-    OF_CONFIGURATION,
     OF_PYTHON,
     functions_of,
-    lacks_base,
     of_python,
     with_options,
 )
-from .typed_line import looks_like_path, names_file
+from .typed_file import looks_like_path, names_file
 
 PYTHON_PROGRAM: Final = r"(?:.*[\\/])?(?i:python[0-9.]*|accelerate|torchrun)(?i:\.exe)?"
 LAUNCHERS: Final = rf"{PYTHON_PROGRAM}|!.*|&|py|-[muc]|launch|uv|run|nohup|sudo|time|[A-Z_]+=.*"
@@ -54,8 +52,6 @@ class Program(NamedTuple):
     """The command of ours that does what it does."""
     words: list[str]
     """Its options and files."""
-    certain: bool
-    """Whether it is no line of ours with a mistake."""
     advice: str = ""
     """What to do if its files are not clear; "" for what its options say."""
 
@@ -66,7 +62,7 @@ def program_of(args: Sequence[str], commands: Collection[str], is_foreign: Calla
     `is_foreign`: whether an option is one of other programs.
     """
     if args and all(map(of_tags, args)):
-        return Program("no base is named", " ".join(args)[:200], MERGE, [*args], certain=True)
+        return Program("no base is named", " ".join(args)[:200], MERGE, [*args])
     if (
         len(args) == 1 and re.search(r"\w -", args[0]) and not exists(args[0]) and "(" not in args[0]
     ):  # a line in quotes
@@ -82,10 +78,7 @@ def program_of(args: Sequence[str], commands: Collection[str], is_foreign: Calla
         name = " ".join(named or inputs)[:200]
         functions = functions_of(" ".join(inputs)) if what == OF_PYTHON else named
         command = next(filter(None, (_command_of(word, commands) for word in functions)), MERGE)
-        of_base = command != MERGE or what == OF_CONFIGURATION or not lacks_base(words)
-        return Program(
-            what, name, command, words if of_base else ["--base-path=BASE", *words], certain=True, advice=advice
-        )
+        return Program(what, name, command, words, advice)
     if not named:
         return None
     return _named_program(args, named, words, commands, is_foreign)
@@ -122,7 +115,7 @@ def _named_program(
         words = [*words[1::-1], *words[2:]]  # MODEL BASE OUTPUT
     missing = [word for word in words if word.endswith((".yaml", ".yml")) and not exists(word)]
     advice = f"there is no {missing[0]} here; check its path" if missing else ""
-    return Program(what, " ".join(named), command or MERGE, words, certain, advice)
+    return Program(what, " ".join(named), command or MERGE, words, advice)
 
 
 def _name(words: Sequence[str], commands: Collection[str]) -> list[str]:

@@ -7,21 +7,22 @@ explain has the role of its value. What has no counterpart here is left out by n
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..adapter_arguments import OF_STEPS, of_steps, of_tags, right_form
 from ..addresses import split
-from ..command import Command
+from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..option_texts import value_of
 from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
 from ..paths import ENDINGS, JOBS_ENDINGS, exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
-from .corrected_line import is_adapter, opened, path_of
+from .corrected_line import opened
 from .foreign_names import (
     LORA_ALPHA,
     NOT_KNOWN,
@@ -37,11 +38,16 @@ from .foreign_names import (
     meaning_of,
     part_of,
 )  # fmt: skip
+from .typed_file import TypedFile, looks_like_path, names_file, numbers_in
+
+if TYPE_CHECKING:
+    pass
 
 HIGHEST_STRENGTH: Final = 2.0
 """The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
 OUR_OPTIONS: Final = frozenset(row.flag for command in COMMANDS.values() for row in command.options.values())
 """The options of all commands that write."""
+OF_MODELS: Final = (Role.BASE, Role.TUNED)
 OWN_STRENGTHS: Final = ("-s", "--strength")
 OWN_WEIGHTS: Final = "--weights"
 NO_STRENGTH: Final = "[0-9]+|-[0-9.]+|[0-9.]+(?:,[0-9.]+)+"
@@ -59,7 +65,7 @@ MISTAKES: Final = (NO_OPTION, OTHER_SYNTAX, VALUED, STRAY, BY_POSITION)
 
 
 class Setting(NamedTuple):
-    """An option of ours with its value, or the role of a file with the file."""
+    """An option of ours with its value, or a role with a value whose option depends on other ones."""
 
     typed: str
     """The option and its value as the user has them."""
@@ -72,7 +78,7 @@ class TypedStrength(NamedTuple):
     typed: str
     """The option and its value."""
     value: str
-    after: str
+    after: str = ""
     """The adapter right before it; "" for another word."""
 
 
@@ -80,53 +86,86 @@ class NotClear(Exception):
     """A line has a word whose role is not certain, so that no line is put in its place."""
 
 
-@dataclass
-class TypedLine:
-    """A command line by roles."""
+RemarkKind: TypeAlias = Literal["left out", "unclear", "conflict", "mistake"]
+"""An option that is left out; one for the user to decide on; one thing with two values; a word that no command of ours
+has like this."""
 
-    command: Command
+
+class Remark(NamedTuple):
+    """What the line that is meant has in another way than the line that is typed."""
+
+    kind: RemarkKind
+    typed: str
+    """The option with its value, or the word."""
+    reason: str = ""
+    """Why it is left out; the advice on it; what is wrong."""
+
+
+class Syntax(NamedTuple):
+    """What a command of ours takes."""
+
+    name: str
+    options: Mapping[str, Option]
+    """Those of a command that writes."""
     known: Mapping[str, Any]
-    """Option of the command → its parameter."""
+    """Option as it is typed → its parameter."""
     required: int
-    """The number of files that the command needs."""
-    program: bool = False
-    """Whether the line begins with the name of another program."""
-    foreign: bool = False
-    """Whether it is a line of another program, by its name or by an option that the command lacks."""
-    settings: list[Setting] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    """Files, but those of a role of their own, in the order in which they are typed."""
-    adapters: list[str] = field(default_factory=list)
-    """Those of them with an option for adapters."""
-    strengths: dict[str, list[TypedStrength]] = field(default_factory=lambda: {"": []})
-    """Part of a model → its strengths; "" for those of the whole adapters."""
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    """Option as it is typed → the reason why it has no counterpart here."""
-    unclear: list[tuple[str, str]] = field(default_factory=list)
-    """Option as it is typed, whose value is not understood → the advice on it."""
-    mistakes: dict[str, list[str]] = field(default_factory=dict)
-    """What is wrong with words of a line that has options of ours only → the words."""
-    conflicts: list[str] = field(default_factory=list)
-    """What has two values."""
-    last_file: str = ""
-    """The word before the next one, if it names a file."""
+    """The files that it needs."""
+    models: int
+    """The files before the adapters: a base, or two checkpoints."""
+    several: bool
+    """Whether it takes several files after them."""
+
+    @classmethod
+    def of(cls, name: str, commands: Mapping[str, Any]) -> Syntax:
+        """Return the syntax of a command. `commands`: by name."""
+        row, parameters = COMMANDS.get(name), commands[name].params
+        options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+        known = {flag: option for option in options for flag in (*option.opts, *option.secondary_opts)}
+        required = sum(p.param_type_name == "argument" and p.required for p in parameters) + (name == MERGE)
+        if row is None:
+            return cls(name, {}, known, required, 0, several=True)
+        models = 2 if row.inputs == "checkpoints" else int(row.merges)
+        return cls(name, row.options, known, required, models, several=row.several or row.merges)
+
+    @property
+    def merges(self) -> bool:
+        """Whether it merges adapters into a base."""
+        return self.models == 1
 
     @property
     def weighted(self) -> bool:
-        """Whether the command has weights in place of strengths."""
-        return "weights" in self.command.options
+        """Whether it has weights in place of strengths."""
+        return "weights" in self.options
+
+
+@dataclass
+class TypedLine:
+    """A command line by roles: files, options, strengths, and what is to be said about its other words."""
+
+    syntax: Syntax
+    foreign: bool
+    """Whether it is a line of another program, by its name or by an option that the command lacks."""
+    files: list[TypedFile] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    strengths: dict[str, list[TypedStrength]] = field(default_factory=lambda: defaultdict(list))
+    """Part of a model → its strengths; "" for those of the whole adapters."""
+    remarks: list[Remark] = field(default_factory=list)
+    last_file: str = ""
+    """The word before the next one, if it names a file."""
 
     def take(self, args: Sequence[str]) -> TypedLine:
         """Return itself with the words of a line; NotClear for an option of ours without its value."""
         for option, values in by_option(args):
             form, advice = self._form(option) if option else ("", "")
-            if values and option and self._is_strength(option, values[0]):
-                form, advice = Role.STRENGTHS, STRENGTH_FORMS
-            elif values and option:
+            if option and values:
                 form, advice = self._agreed(option, form, advice, values[0])
             rest: Sequence[str] = ()
             if form in ("", *Role.SEVERAL):
                 self._take_words(option, form, advice, values)
+            elif form in OF_MODELS and values:
+                self.files.append(TypedFile.of(values[0], option, form))
+                rest = values[1:]
             elif part := OF_PART.fullmatch(form):
                 rest = self._take_part(option, part[1], advice, values)
             elif form.startswith(("-", Role.UNLESS)) and "{}" not in form:
@@ -141,57 +180,55 @@ class TypedLine:
     def _form(self, option: str) -> tuple[str, str]:
         """Return the form of an option, and the advice on it."""
         name, meaning = hyphened(option), None
-        if name not in self.known and (meaning := meaning_of(option, self.known)) is None:
-            name = next(iter(alike(name, self.known)), name)
-        if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.known):
+        if name not in self.syntax.known and (meaning := meaning_of(option, self.syntax.known)) is None:
+            name = next(iter(alike(name, self.syntax.known)), name)
+        if name in OWN_STRENGTHS or (name == OWN_WEIGHTS and name in self.syntax.known):
             return Role.STRENGTH, STRENGTH_FORMS
-        if name in self.known:
-            return (name if self.known[name].is_flag else f"{name} {{}}"), ""
+        if name in self.syntax.known:
+            return (name if self.syntax.known[name].is_flag else f"{name} {{}}"), ""
         self.foreign = True
-        if self.command.name == "batch" and name in OUR_OPTIONS:
+        if self.syntax.name == "batch" and name in OUR_OPTIONS:
             return Role.LEFT_OUT, "a field of the jobs file"
         meaning = meaning or UNKNOWN
         forms = ((form, form.removeprefix(Role.UNLESS).split()[0]) for form in meaning.forms)
-        form = next((f for f, flag in forms if not flag.startswith("-") or flag in self.known), Role.NOT_CLEAR)
-        advice = advice_on(meaning, self.known) or (f"use `{form.split()[0]}`" if form.startswith("-") else "")
+        form = next((f for f, flag in forms if not flag.startswith("-") or flag in self.syntax.known), Role.NOT_CLEAR)
+        advice = advice_on(meaning, self.syntax.known) or (f"use `{form.split()[0]}`" if form.startswith("-") else "")
         advice = meaning.advice if Role.LEFT_OUT in meaning.forms else advice
-        if form == Role.NOT_CLEAR and not (advice and self.command.options):  # a jobs file has it
+        if form == Role.NOT_CLEAR and not (advice and self.syntax.options):  # a jobs file has it
             return Role.LEFT_OUT, NOT_KNOWN
         return form, advice.removeprefix("leave it out: ")
-
-    def _is_strength(self, option: str, value: str) -> bool:
-        """Return whether a letter has a number after it that can only be a strength: `-m 0.8`."""
-        number = right_form(value) if re.fullmatch("-[a-z]", option) and option not in self.known else ""
-        return "." in number and abs(float(number)) <= HIGHEST_STRENGTH and "strength" in self.command.options
 
     def _agreed(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return the form of an option with this value, "" for a file as it is without an option, and the advice on
         it; NOT_CLEAR if the value has not the role that the words of the option state."""
-        number = right_form(value)
+        number, letter = right_form(value), re.fullmatch("-[a-z]", option) is not None
+        of_strength = bool(number) and abs(float(number)) <= HIGHEST_STRENGTH
+        free = letter and option not in self.syntax.known
+        if free and of_strength and "." in number and "strength" in self.syntax.options:  # -m 0.8
+            return Role.STRENGTHS, STRENGTH_FORMS
         may_be_format = form in (Role.MODEL, "-o {}", "--to {}", Role.NOT_CLEAR) and not exists(value)
         if may_be_format and _is_format(OTHER_VALUES["--to"].get(value.lower(), value)):  # --src peft --dst kohya
-            of_output = "to" in self.command.options and form != Role.MODEL
+            of_output = "to" in self.syntax.options and form != Role.MODEL
             reason = "the format is recognised" if form == Role.MODEL else "a merged model has the names of its base"
             return ("--to {}", advice) if of_output else (Role.LEFT_OUT, reason)
-        if (
-            re.fullmatch("-[a-z]", option) and form.startswith(("--", Role.NOT_CLEAR)) and names_file(value)
-        ):  # cp -r FILE
+        if letter and form.startswith(("--", Role.NOT_CLEAR)) and names_file(value):  # cp -r FILE
             return Role.LEFT_OUT, NOT_NEEDED
         if number and form in (Role.OTHER_FILE, Role.MODEL) and (part := part_of(option)):  # --te 0.5
             return f"--strength-for {part}={{}}", advice
         if form == Role.ALPHA:
-            of_strength = number and abs(float(number)) <= HIGHEST_STRENGTH
-            return (Role.STRENGTHS, advice) if of_strength else (LORA_ALPHA.forms[0], advice)
-        if form == Role.ONLY:
-            return (f"--strength-for {ONLY_PARTS[value]}" if value in ONLY_PARTS else Role.NOT_CLEAR), advice
-        return self._agreed_file(option, form, advice, value)
+            form = Role.STRENGTHS if of_strength else LORA_ALPHA.forms[0]
+        elif form == Role.ONLY:
+            form = f"--strength-for {ONLY_PARTS[value]}" if value in ONLY_PARTS else Role.NOT_CLEAR
+        else:
+            return self._agreed_file(option, form, advice, value)
+        return form, advice
 
     def _agreed_file(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return what `_agreed` returns, if the option may be one for a file."""
         if form == Role.JOBS or (
-            not self.command.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
+            not self.syntax.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
         ):  # of batch
-            return (Role.NOT_CLEAR if self.command.options else ""), advice
+            return (Role.NOT_CLEAR if self.syntax.options else ""), advice
         is_file = exists(with_found_ending(value))
         plain = not is_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
         if form == Role.ADAPTERS and is_file and expand(value).is_dir() and opened(value) is None:  # with several files
@@ -199,16 +236,16 @@ class TypedLine:
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
         of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not is_file
         of_file = of_file and (not self._may_name(option, [value]) or bool(other))
-        if hyphened(option) not in self.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
+        if hyphened(option) not in self.syntax.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
             return Role.LEFT_OUT, NOT_KNOWN
-        if form in (Role.BASE, Role.TUNED) and self.command.name in ("inspect", "compare", "parts", "unmerge"):
+        if form in (Role.BASE, Role.TUNED) and self.syntax.name in ("inspect", "compare", "parts", "unmerge"):
             return "", advice
-        if form == Role.BASE and self.required < 2:  # of replay, unmerge
+        if form == Role.BASE and self.syntax.required < 2:  # of replay, unmerge
             raise NotClear(option)
         if form == Role.MODEL:
-            of_merge = Role.ADAPTERS if is_file and is_adapter(value) else Role.BASE
-            by_name = "--base {}" if self.command.name == "verify" else ""
-            form = of_merge if self.command.merges else by_name
+            of_merge = Role.ADAPTERS if TypedFile.of(value).of_adapter else Role.BASE
+            by_name = "--base {}" if self.syntax.name == "verify" else ""
+            form = of_merge if self.syntax.merges else by_name
         return form, advice
 
     def _may_name(self, option: str, words: Sequence[str]) -> bool:
@@ -220,35 +257,30 @@ class TypedLine:
         self, option: str, form: str, advice: str, words: Sequence[str]
     ) -> None:
         """Take words after an option that may have several, or after none: files and strengths."""
-        files = [word for word in words if names_file(word)]
         if option and not words:
-            self.left_out.append((option, NOT_KNOWN))
+            self.remark("left out", option, NOT_KNOWN)
         for word in words:
+            typed = f"{option} {word}".strip()
             if numbers_in(word) and not exists(word):
                 if form != Role.STRENGTHS:
-                    self.mistakes.setdefault(STRAY, []).append(word)
-                self.strengths[""].append(TypedStrength(f"{option} {word}".strip(), word, self.last_file))
+                    self.remark("mistake", word, STRAY)
+                self.strengths[""].append(TypedStrength(typed, word, self.last_file))
                 continue
-            named, our_words = names_file(word), _in_our_syntax(word)
+            is_there, our_words = names_file(word), _in_our_syntax(word)
             with_strength = form == Role.STRENGTHS and bool(numbers_in(" ".join(words[1:2])))  # --lora-scaled one 0.8
-            if form == Role.STRENGTHS and not named and not with_strength:
-                self.unclear.append((f"{option} {word}", advice))
-                continue
-            of_program = word.endswith((".yaml", ".yml", ".py")) and self.command.options
-            if our_words == [word] and not named and (of_program or not (form or _may_be_file(word))):
-                self.left_out.append((word, NOT_KNOWN))
-                continue
-            if form and not with_strength and not self._may_name(option, our_words):
-                self.left_out.append((f"{option} {word}", NOT_KNOWN))
-                continue
-            if word not in our_words:
-                self.left_out += [(item, OF_STEPS) for item in of_steps(word)]
-                self.mistakes.setdefault(OTHER_SYNTAX, []).append(word)
-            by_value = form and all(is_adapter(path_of(text) or text) for text in our_words)  # or a missing one
-            self.files += our_words
-            self.adapters += our_words if by_value else ()
-            self.last_file = our_words[-1]
-        if not (option and len(files) == 1) and files:  # strengths of other options are for all of them
+            of_program = word.endswith((".yaml", ".yml", ".py")) and self.syntax.options
+            strange = our_words == [word] and not is_there and (of_program or not (form or _may_be_file(word)))
+            if form == Role.STRENGTHS and not is_there and not with_strength:
+                self.remark("unclear", typed, advice)
+            elif strange or (form and not with_strength and not self._may_name(option, our_words)):
+                self.remark("left out", word if strange else typed, NOT_KNOWN)
+            else:
+                if word not in our_words:
+                    self.remark("mistake", word, OTHER_SYNTAX)
+                    self.remarks += [Remark("left out", item, OF_STEPS) for item in of_steps(word)]
+                self.files += [TypedFile.of(text, option, Role.ADAPTERS if form else "") for text in our_words]
+                self.last_file = our_words[-1]
+        if sum(map(names_file, words)) > bool(option):  # strengths of other options are for all of them
             self.last_file = ""
 
     def _take_part(self, option: str, part: str, advice: str, values: Sequence[str]) -> Sequence[str]:
@@ -262,7 +294,7 @@ class TypedLine:
         numbers = [*takewhile(lambda word: (numbers_in(word) or word in presets) and not exists(word), values)]
         part = part_of(option) or part
         stated = (TypedStrength(f"{option} {value}", value, self.last_file) for value in numbers)
-        self.strengths.setdefault(part, []).extend(stated)
+        self.strengths[part] += stated
         if not numbers and not by_name:
             return self._leave_out(option, Role.NOT_CLEAR, advice, values)
         return values[len(numbers) + len(by_name) :]
@@ -273,20 +305,20 @@ class TypedLine:
         is_part = value in ONLY_PARTS and words[0] == "--strength-for"  # --only unet
         is_value = is_part or value in SWITCHED or re.fullmatch(NO_STRENGTH, value) is not None
         typed = f"{option} {value}" if is_value else option
-        if is_value and hyphened(option) in self.known:
-            self.mistakes.setdefault(VALUED, []).append(typed)
+        if is_value and hyphened(option) in self.syntax.known:
+            self.remark("mistake", typed, VALUED)
         if is_value and value.isdecimal() and words == ("--device", "cuda"):  # --gpu 0
             words = ("--device", f"cuda:{value}")
         elif form.startswith(Role.UNLESS):
             if not is_value or SWITCHED.get(value, True):
-                self.left_out.append((typed, advice))
+                self.remark("left out", typed, advice)
                 return values[is_value:]
         elif is_value and ("-" in value or "," in value):  # --gpu 0,1
-            self.unclear.append((typed, advice))
+            self.remark("unclear", typed, advice)
             return values[1:]
         elif is_value and not SWITCHED.get(value, True):
             words = (f"--no-{words[0][2:]}",)
-        if is_value and words[0] not in self.known:  # --load_in_8bit false
+        if is_value and words[0] not in self.syntax.known:  # --load_in_8bit false
             return values[1:]
         self.settings.append(Setting(typed, words))
         return values[is_value:]
@@ -294,17 +326,17 @@ class TypedLine:
     def _take_value(self, option: str, form: str, advice: str, values: Sequence[str]) -> Sequence[str]:
         """Take the value of an option; return the other words."""
         if not values:
-            if hyphened(option) in self.known:
+            if hyphened(option) in self.syntax.known:
                 raise NotClear(option)
-            self.left_out.append((option, NOT_KNOWN))
+            self.remark("left out", option, NOT_KNOWN)
             return ()
         value, *rest = values
         typed = f"{option} {value}"
         if form == Role.STRENGTH:
-            self.strengths[""].append(TypedStrength(typed, value, ""))
+            self.strengths[""].append(TypedStrength(typed, value))
             return rest
         words = (form.split()[0], value)
-        if form.startswith("-") and hyphened(option) not in self.known:
+        if form.startswith("-") and hyphened(option) not in self.syntax.known:
             try:
                 words = self.words_for(form, value)
             except NotClear:
@@ -318,7 +350,7 @@ class TypedLine:
             self.settings += [Setting(f"{option} {word}", ("--adapter", word)) for word in rest if names_file(word)]
             rest = [word for word in rest if not names_file(word)]
         if form.startswith("-") and rest and right_form(value) and right_form(rest[0]) and not exists(rest[0]):
-            self.conflicts.append(f"{option} has two values, {value} and {rest[0]}")  # --rank 4 8
+            self.remark("conflict", f"{option} has two values, {value} and {rest[0]}")  # --rank 4 8
             return rest[1:]
         return rest
 
@@ -329,30 +361,30 @@ class TypedLine:
         has_value = has_value or advice == ONE_BY_ONE
         if form == Role.LEFT_OUT and values and names_file(values[0]) and not has_value:
             if advice != NOT_KNOWN:  # otherwise the file has the role of its value
-                self.left_out.append((option, advice))
+                self.remark("left out", option, advice)
             return values
         if any(map(of_tags, values[:1])):  # --prompt "… <lora:style:0.8>"
             return values
         words = [*takewhile(lambda word: not names_file(word), values)] or [*values[:1]]
         words = words[:1] if form == Role.OTHER_FILE else words
-        if advice == NOT_KNOWN and words and "strength" in self.command.options:
+        if advice == NOT_KNOWN and words and "strength" in self.syntax.options:
             advice += _likely_meaning(words[0])
-        (self.unclear if form == Role.NOT_CLEAR else self.left_out).append((" ".join((option, *words)), advice))
+        self.remark("unclear" if form == Role.NOT_CLEAR else "left out", " ".join((option, *words)), advice)
         return values[len(words) :]
 
-    def take_output(self) -> None:
-        """Take the last file of a line of another program as the output, if it is not there and nothing else is."""
-        *before, last = self.files or [""]
+    def take_output(self, *, program: bool) -> None:
+        """Take the last file of a line of another program as the output, if it is not there and nothing else is.
+        `program`: whether the line begins with the name of one."""
+        *before, last = self.placed or [TypedFile("")]
         has_one = any(setting.words[0] in ("-o", "--output") for setting in self.settings)
-        enough = len(before) + len(self.file(Role.BASE)) >= self.required
-        one_too_many = not (self.command.several or self.command.merges)  # each of the others has its place
-        enough = enough and (one_too_many or all(map(names_file, before)))
-        may_be_one = self.foreign or self.mistakes or one_too_many
-        may_be_one = may_be_one and (last.endswith(ENDINGS) or self.program or one_too_many)
-        if "-o" in self.known and not has_one and enough and may_be_one and not names_file(last):
-            self.files.pop()
-            self.settings.append(Setting(last, ("-o", last)))
-            self.mistakes.setdefault(BY_POSITION, []).append(last)
+        one_too_many = not self.syntax.several  # each of the others has its place
+        enough = len(before) + bool(self.named(Role.BASE)) >= self.syntax.required
+        enough = enough and (one_too_many or all(file.kind for file in before))
+        may_be_one = one_too_many or (self.differs and (last.word.endswith(ENDINGS) or program))
+        if "-o" in self.syntax.known and not has_one and enough and may_be_one and last.path and not last.kind:
+            self.files.remove(last)
+            self.settings.append(Setting(last.word, ("-o", last.word)))
+            self.remark("mistake", last.word, BY_POSITION)
 
     def words_for(self, form: str, value: str) -> tuple[str, str]:
         """Return an option of ours with the value of another program; NotClear for a value that it does not take."""
@@ -366,16 +398,30 @@ class TypedLine:
             template, value = "{}", f"{1 - float(right_form(value)):g}"
         elif template == "ratio:1/{}" and float(right_form(value) or 0):
             template, value = "ratio:{}", f"{1 / float(right_form(value)):g}"
-        row, text = self.command.options.get(name[2:].replace("-", "_")), template.format(value)
+        row, text = self.syntax.options.get(name[2:].replace("-", "_")), template.format(value)
         text = right_value(row, text) if row and value else text
         of_hub = text.startswith("hf://") and "/" not in value  # no OWNER/NAME
         if not value or not text or of_hub or (name in ("--to", "--format") and not _is_format(value)):
             raise NotClear(name)
         return name, text
 
-    def file(self, role: str) -> list[str]:
-        """Return the file of a role in a list; [] if the line has none."""
-        return [setting.words[1] for setting in self.settings if setting.words[0] == role][-1:]
+    def named(self, role: str) -> list[TypedFile]:
+        """Return the file of a role, the last if there are several, in a list; [] if the line has none."""
+        return [file for file in self.files if file.role == role][-1:]
+
+    @property
+    def placed(self) -> list[TypedFile]:
+        """The files whose order counts."""
+        return [file for file in self.files if file.role not in OF_MODELS]
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is a line of another program, or has a word that no command of ours has like this."""
+        return self.foreign or any(remark.kind == "mistake" for remark in self.remarks)
+
+    def remark(self, kind: RemarkKind, typed: str, reason: str = "") -> None:
+        """Add a remark."""
+        self.remarks.append(Remark(kind, typed, reason))
 
 
 def by_option(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -404,12 +450,6 @@ def right_value(row: Option, text: str) -> str:
     return value if isinstance(value, str) else text
 
 
-def numbers_in(word: str) -> list[str]:
-    """Return the numbers of "0.7", "0.7,0.3", "0.7:0.3" or "[0.7, 0.3]" in our form; [] for other words."""
-    numbers = [right_form(number) for number in re.split(r"[,:;\s]+", word.strip("[](),;"))]
-    return numbers if all(numbers) else []
-
-
 def _in_our_syntax(word: str) -> Sequence[str]:
     """Return the words for adapters in another syntax: "lora:0.8" for "<lora:lora:0.8>", "lora@0.8" or "lora:80%"."""
     parts = word.partition(",")[2]
@@ -422,16 +462,6 @@ def _in_our_syntax(word: str) -> Sequence[str]:
         right = error.suggestion[1:]
         return [text for part in right for text in _in_our_syntax(part)] or [word]
     return [word]
-
-
-def names_file(word: str) -> bool:
-    """Return whether a word names a file that is there, with or without a strength."""
-    return exists(word) or bool(path_of(word))
-
-
-def looks_like_path(word: str) -> bool:
-    """Return whether a word names a file, or is written as a path or an address is."""
-    return names_file(word) or re.search(r"[/\\]|\.[A-Za-z]{2}", word) is not None
 
 
 def _may_be_file(word: str) -> bool:
