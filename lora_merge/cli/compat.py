@@ -22,48 +22,22 @@ PROGRAM_OPTIONS: Final = MappingProxyType(
 """Words for the options of the program itself → the option."""
 
 FOREIGN_COMMANDS: Final = {
-    **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
-    **dict.fromkeys(("difference", "cmp"), "compare"),
-    **dict.fromkeys(
-        (
-            "run",
-            "apply",
-            "bake",
-            "cp",
-            "fuse",
-            "add",
-            "join",
-            "merge_lora",
-            "merge_and_unload",
-            "export",
-            "apply_lora",
-            "export_lora",
-            "llama_export_lora",
-            "sdxl_merge_lora",
-            "flux_merge_lora",
-        ),
-        "merge",
-    ),
-    **dict.fromkeys(
-        (
-            "svd",
-            "subtract",
-            "extract_lora_from_models",
-            "extract_lora",
-            "extract_locon",
-            "flux_extract_lora",
-            "mergekit_extract_lora",
-        ),
-        "extract",
-    ),
-    **dict.fromkeys(("shrink", "rank", "prune", "resize_lora"), "resize"),
-    **dict.fromkeys(("svd_merge_lora", "svd_merge", "add_weighted_adapter"), "combine"),
-    **dict.fromkeys(("unfuse", "unload", "revert"), "unmerge"),
-    **dict.fromkeys(("ema", "mean"), "average"),
-    "interrogator": "inspect",
-    "convert_lora_safetensor_to_diffusers": "merge",  # a script of diffusers, which merges
-    **dict.fromkeys(("blocks", "layers", "components"), "parts"),
-    **dict.fromkeys(("validate", "prove", "test"), "verify"),
+    word: command
+    for command, words in {
+        "inspect": "info show view check ls list metadata show_metadata interrogator",
+        "compare": "difference cmp",
+        "merge": "run apply bake cp fuse add join merge_lora merge_and_unload export apply_lora export_lora "
+        "llama_export_lora sdxl_merge_lora flux_merge_lora convert_lora_safetensor_to_diffusers",
+        "extract": "svd subtract extract_lora_from_models extract_lora extract_locon flux_extract_lora "
+        "mergekit_extract_lora",
+        "resize": "shrink rank prune resize_lora",
+        "combine": "svd_merge_lora svd_merge add_weighted_adapter",
+        "unmerge": "unfuse unload revert",
+        "average": "ema mean",
+        "parts": "blocks layers components",
+        "verify": "validate prove test",
+    }.items()
+    for word in words.split()
 }
 """Command of another program → the one that does this here."""
 

@@ -207,11 +207,6 @@ def of_python(text: str) -> list[str]:
     return calls.words
 
 
-def functions_of(text: str) -> list[str]:
-    """Return the names of the functions that Python calls."""
-    return re.findall(r"(\w+)\(", text)
-
-
 def _value(node: ast.expr) -> Any:
     """Return the value of an expression; of `torch.float16` its last word; None if it is not stated."""
     if isinstance(node, ast.Attribute):

@@ -42,7 +42,6 @@ from .typed_line import (
     NO_OPTION,
     OF_MODELS,
     OTHER_SYNTAX,
-    OUR_OPTIONS,
     OWN_STRENGTHS,
     OWN_WEIGHTS,
     NotClear,
@@ -378,23 +377,23 @@ def _values(numbers: Sequence[str], adapters: Sequence[TypedFile]) -> list[str]:
 
 
 def corrected_line(
-    command: str, args: Sequence[str], commands: Mapping[str, Any], *, program: bool = False, has_base: bool = False
+    command: str, args: Sequence[str], commands: Mapping[str, Any], program: str = ""
 ) -> Correction | None:
     """Return the line that the words of a command are meant as; None if that is not certain. `commands`: by name;
-    `program`: whether the line is one of another program; `has_base`: whether that has a base, maybe without a name."""
+    `program`: what kind of line of another program it is, "" for one of ours."""
     if "--" in args:
         return None
-    reading = TypedLine(Syntax.of(command, commands), foreign=program)
+    reading = TypedLine(Syntax.of(command, commands), foreign=bool(program))
     try:
         reading.take(args)
         if not reading.foreign and any(remark.reason == NOT_KNOWN for remark in reading.remarks):
             return None  # a word is neither a file nor a number
         without_base = len(reading.placed) > 1 and all(file.of_adapter for file in reading.placed)
         if command == MERGE and reading.differs and without_base and not reading.named(Role.BASE):
-            if not has_base:  # they become one adapter
-                return corrected_line("combine", args, commands, program=program)
+            if program not in (OF_PYTHON, OF_NODES):  # they become one adapter
+                return corrected_line("combine", args, commands, program)
             reading.files.append(TypedFile("BASE", role=Role.BASE))
-        reading.take_output(program=program)
+        reading.take_output(program=bool(program))
         return corrected(reading)
     except NotClear:
         return None
@@ -403,8 +402,8 @@ def corrected_line(
 def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -> None:
     """Raise UsageError, with the line that is meant, for an option that only other programs have, and for strengths
     that are not one for each adapter. `commands`: by name."""
-    parameters = commands[command].params
-    known = flags(parameters)
+    syntax = Syntax.of(command, commands)
+    known = syntax.known
     check_dashes(args, known)
     if hasattr(commands[command], "commands"):  # its commands have options of their own
         return
@@ -413,22 +412,18 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
             whole = [*args[: at + 1], f"{part}={right_form(value)}", *args[at + 3 :]]
             right = line(whole if command == MERGE else [command, *whole])
             raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`", f"write {right}")
-    before = args[: args.index("--")] if "--" in args else args
-    pairs = zip(before, [*before[1:], ""], strict=False)
-    values = {arg.partition("=")[0]: arg.partition("=")[2] or following for arg, following in pairs}
-    names = [name for name in values if name.startswith("-") and not right_form(name)]
-    inputs = with_options(args)
-    meant = MERGE if command == "batch" else command
-    if inputs.typed and (correction := corrected_line(meant, inputs.words, commands, program=True)):
+    values = _stated(args[: args.index("--")] if "--" in args else args)
+    inputs, meant = with_options(args), MERGE if command == "batch" else command
+    if inputs.typed and (correction := corrected_line(meant, inputs.words, commands, inputs.what)):
         raise UsageError(inputs.what, " ".join(inputs.typed)[:200], _fix(correction, ()))
-    foreign = [name for name in names if _is_foreign(name, known, command)]
-    misspelt = [name for name in names if hyphened(name) not in known and alike(hyphened(name), known)]
+    foreign = [name for name in values if syntax.is_foreign(name)]
+    misspelt = [name for name in values if hyphened(name) not in known and alike(hyphened(name), known)]
     if len({*foreign, *misspelt}) > 1:  # one alone has its own error
-        foreign = [name for name in names if name in (*foreign, *misspelt)]
+        foreign = [name for name in values if name in (*foreign, *misspelt)]
     correction = corrected_line(command, args, commands)
     if foreign:
         what = f"there is no option {' nor '.join(foreign)} here"
-    elif correction and command in COMMANDS and {*map(hyphened, names)} <= known.keys():
+    elif correction and syntax.options and {*map(hyphened, values)} <= known.keys():
         what = correction.mistake
     else:
         return
@@ -437,39 +432,28 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
     if not what:
         return
     advised = {name: values[name] for name in foreign}
-    fix = _fix(correction, foreign) if correction else _advices(advised, command, parameters)
+    fix = _fix(correction, foreign) if correction else _advices(advised, command, commands)
     raise UsageError(what, " ".join(args)[:200], fix)
 
 
 def check_foreign_command(args: Sequence[str], commands: Mapping[str, Any]) -> None:
     """Raise UsageError, with the line that is meant, for a line of another program: `merge_lora.py --sd_model b …`, or
     a configuration of one."""
-    known = flags(commands[MERGE].params)
-    program = program_of(args, commands, lambda name: _is_foreign(name, known, MERGE))
+    program = program_of(args, commands)
     if program is None:
         return
-    has_base = program.what in (OF_PYTHON, OF_NODES)
-    correction = corrected_line(program.command, program.words, commands, program=True, has_base=has_base)
+    correction = corrected_line(program.command, program.words, commands, program.what)
     if correction is not None:
         raise UsageError(program.what, program.name, _fix(correction, ()))
     if program.what != NO_PROGRAM and program.command in COMMANDS:
-        options = {name: (*values, "")[0] for name, values in by_option(program.words) if name}
-        advice = _advices(options, program.command, commands[program.command].params) if options else NAME_THE_FILES
+        options = _stated(program.words)
+        advice = _advices(options, program.command, commands) if options else NAME_THE_FILES
         raise UsageError(program.what, program.name, program.advice or advice)
 
 
-def _is_foreign(name: str, known: Collection[str], command: str) -> bool:
-    """Return whether an option belongs to other programs, or to other commands of ours if it is a strength."""
-    plain = hyphened(name)
-    if plain in (*known, "-h", "--help") or (command not in COMMANDS and f"{plain}s" in known):
-        return False
-    if plain in OWN_STRENGTHS:
-        return command in COMMANDS
-    if plain in OUR_OPTIONS and command not in COMMANDS:  # a field of the jobs file of `batch`
-        return command != "batch"
-    ours = plain[2:].replace("-", "_") in COMMANDS[MERGE].options
-    unknown = re.match("--|-[A-Za-z]$", name) is not None and not ours and not alike(plain, [*known, "--help"])
-    return unknown or meaning_of(name, [*known, plain] if ours else known) is not None
+def _stated(args: Sequence[str]) -> dict[str, str]:
+    """Return option → the word after it, "" for none."""
+    return {option: (*words, "")[0] for option, words in by_option(args) if option}
 
 
 def _fix(correction: Correction, foreign: Sequence[str]) -> str:
@@ -493,8 +477,9 @@ def _fix(correction: Correction, foreign: Sequence[str]) -> str:
     return "; ".join([*ways, *([f"leave out {reasons}"] if reasons else []), right])
 
 
-def _advices(foreign: Mapping[str, str], command: str, parameters: Sequence[Any]) -> str:
+def _advices(foreign: Mapping[str, str], command: str, commands: Mapping[str, Any]) -> str:
     """Return what to write for each option, if no line is certain. `foreign`: option → the word after it."""
+    parameters = commands[command].params
     known = flags(parameters)
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"

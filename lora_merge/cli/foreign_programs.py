@@ -6,24 +6,23 @@ Each is read as a command of ours with options of other programs (`typed_line.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import dropwhile
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..adapter_arguments import of_tags
 from ..command import MERGE
 from ..errors import MergeError, UsageError
 from ..paths import ENDINGS, exists, expand, is_file, typed, words_of
 from .compat import FOREIGN_COMMANDS
-from .corrected_line import is_adapter
 from .foreign_inputs import (
     OF_PYTHON,
-    functions_of,
     of_python,
     with_options,
 )
-from .typed_file import looks_like_path, names_file
+from .typed_file import TypedFile, looks_like_path, names_file
+from .typed_line import Syntax
 
 PYTHON_PROGRAM: Final = r"(?:.*[\\/])?(?i:python[0-9.]*|accelerate|torchrun)(?i:\.exe)?"
 LAUNCHERS: Final = rf"{PYTHON_PROGRAM}|!.*|&|py|-[muc]|launch|uv|run|nohup|sudo|time|[A-Z_]+=.*"
@@ -56,16 +55,11 @@ class Program(NamedTuple):
     """What to do if its files are not clear; "" for what its options say."""
 
 
-def program_of(args: Sequence[str], commands: Collection[str], is_foreign: Callable[[str], bool]) -> Program | None:
-    """Return the program whose line these words are; None for others. UsageError for programs with other tasks.
-
-    `is_foreign`: whether an option is one of other programs.
-    """
+def program_of(args: Sequence[str], commands: Mapping[str, Any]) -> Program | None:
+    """Return the program whose line these words are; None for others. UsageError for programs with other tasks."""
     if args and all(map(of_tags, args)):
         return Program("no base is named", " ".join(args)[:200], MERGE, [*args])
-    if (
-        len(args) == 1 and re.search(r"\w -", args[0]) and not exists(args[0]) and "(" not in args[0]
-    ):  # a line in quotes
+    if len(args) == 1 and re.search(r"^[^(]*\w -[^(]*$", args[0]) and not exists(args[0]):  # a line in quotes
         args = words_of(args[0])
     starts = [n for n, word in enumerate(args) if re.fullmatch(PYTHON_PROGRAM, word)]  # conda run -n NAME python
     plain = [*dropwhile(lambda word: re.fullmatch(LAUNCHERS, word), args[starts[0] if starts else 0 :])]
@@ -76,28 +70,21 @@ def program_of(args: Sequence[str], commands: Collection[str], is_foreign: Calla
     if inputs:
         advice = "name a base and an adapter" + ", or run it in Python" * (what == OF_PYTHON)
         name = " ".join(named or inputs)[:200]
-        functions = functions_of(" ".join(inputs)) if what == OF_PYTHON else named
+        functions = re.findall(r"(\w+)\(", " ".join(inputs)) if what == OF_PYTHON else named
         command = next(filter(None, (_command_of(word, commands) for word in functions)), MERGE)
         return Program(what, name, command, words, advice)
-    if not named:
-        return None
-    return _named_program(args, named, words, commands, is_foreign)
+    return _named_program(args, named, words, commands) if named else None
 
 
 def _named_program(
-    args: Sequence[str],
-    named: Sequence[str],
-    words: list[str],
-    commands: Collection[str],
-    is_foreign: Callable[[str], bool],
+    args: Sequence[str], named: Sequence[str], words: list[str], commands: Mapping[str, Any]
 ) -> Program | None:
     """Return what `program_of` returns, if a line begins with a name. `named`: its words; `words`: the other ones."""
-    files = [word for word in words if not word.startswith("-") and names_file(word)]
-    models = [word for word in files if not is_adapter(word)]
-    complete = len(files) > 1 and models[:1] == files[:1]  # BASE ADAPTER
+    kinds = [kind for word in words if not word.startswith("-") and (kind := TypedFile.of(word).kind)]
+    complete = len(kinds) > 1 and kinds[0] == "model"  # BASE ADAPTER
     command = next(filter(None, (_command_of(word, commands) for word in named)), "")
     _check_task(args, [*named, *(word for word in words if word == "--train")], complete=complete)
-    if command == "convert" and models == files != []:
+    if command == "convert" and {*kinds} == {"model"}:
         raise UsageError(f"{named[0]} converts models, and lora-merge adapters", " ".join(args)[:200],
                          "run it as it is")  # fmt: skip
     of_module = any(re.fullmatch(r"\w+\.\w+", word) and not word.endswith(ENDINGS) for word in named)  # mlx_lm.fuse
@@ -105,7 +92,8 @@ def _named_program(
     certain = certain or (bool(command) and (len(named) > 1 or of_module))
     if not certain and get_close_matches(named[0], commands, 1, MISSPELT):  # a command of ours
         return None
-    if not (certain or complete or any(is_foreign(word.partition("=")[0]) for word in words if word.startswith("-"))):
+    options = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not (certain or complete or any(map(Syntax.of(MERGE, commands).is_foreign, options))):
         return None
     of_program = certain and (named[0] in OF_SHELL or re.search(r"[\W_]", named[0]) or len(named) > 1)
     what = f"{named[0]} is another program" if of_program else NO_PROGRAM

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..adapter_arguments import OF_STEPS, of_steps, of_tags, right_form
 from ..addresses import split
@@ -39,9 +39,6 @@ from .foreign_names import (
     part_of,
 )  # fmt: skip
 from .typed_file import TypedFile, looks_like_path, names_file, numbers_in
-
-if TYPE_CHECKING:
-    pass
 
 HIGHEST_STRENGTH: Final = 2.0
 """The value of `--alpha` up to which it is a strength, as in supermerger; a larger one is the alpha of a training."""
@@ -127,6 +124,21 @@ class Syntax(NamedTuple):
             return cls(name, {}, known, required, 0, several=True)
         models = 2 if row.inputs == "checkpoints" else int(row.merges)
         return cls(name, row.options, known, required, models, several=row.several or row.merges)
+
+    def is_foreign(self, option: str) -> bool:
+        """Return whether an option belongs to other programs, or to other commands of ours if it is a strength."""
+        name, writes = hyphened(option), bool(self.options)
+        if name in (*self.known, "-h", "--help") or (not writes and f"{name}s" in self.known):
+            return False
+        if name in OWN_STRENGTHS:
+            return writes
+        if name in OUR_OPTIONS and not writes:  # a field of the jobs file of `batch`
+            return self.name != "batch"
+        ours = name[2:].replace("-", "_") in COMMANDS[MERGE].options
+        unknown = (
+            re.match("--|-[A-Za-z]$", option) is not None and not ours and not alike(name, [*self.known, "--help"])
+        )
+        return unknown or meaning_of(option, [*self.known, name] if ours else self.known) is not None
 
     @property
     def merges(self) -> bool:
