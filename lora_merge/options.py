@@ -328,15 +328,8 @@ def path(value: Any, where: str) -> Any:
 
 
 SWITCHED: Final = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+    **dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False),
+}  # fmt: skip
 """What people write for a switch → its value."""
 
 

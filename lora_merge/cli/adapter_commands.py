@@ -15,7 +15,7 @@ from ..adapter_arguments import right_form
 from ..command import Command as Row
 from ..errors import UsageError
 from ..option_texts import as_number, part_rule
-from ..options import ADAPTER_OPTIONS, JOB_OPTIONS, KEEP, Option
+from ..options import ADAPTER_OPTIONS, KEEP, Option
 from ..paths import exists
 from ..progress import unwatched
 from ..recipes.commands import COMMANDS
@@ -201,7 +201,7 @@ def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dic
 
 def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the adapters with their strengths, and the other options as jobs take them."""
-    named, stated = read_with_adapters(adapters, options, JOB_OPTIONS)
+    named, stated = read_with_adapters(adapters, options)
     if "rank_for" in stated:
         rules = [*map(part_rule, stated["rank_for"])]
         by_part = dict(rules)  # as jobs files have it, so that a recipe has one form

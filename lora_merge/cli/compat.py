@@ -14,7 +14,8 @@ from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..errors import AdapterAsBase, UsageError
 from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
-from .corrected_line import is_adapter, line, path_of, split_words
+from .corrected_line import is_adapter, line, path_of, split_words, takes_value
+from .terminal import before_dashes
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -98,16 +99,16 @@ def _one_word(what: str, args: Sequence[str], parts: slice, between: str = "") -
     return UsageError(what, " ".join(args[parts])[:200], f"write {line(right)}")
 
 
-def check_base(args: Sequence[str], known: Mapping[str, bool]) -> None:
-    """Raise AdapterAsBase for a merge of adapters alone, if each has a strength. `known`: see `flags`."""
+def check_base(args: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Raise AdapterAsBase for a merge of adapters alone, if each has a strength. `known`: its options."""
     plain, options = split_words(args, known)
     strengths = [option for option in options if option.partition("=")[0] in ("-s", "--strength")]
     if 1 < len(plain) == len(strengths) and all(path_of(word) and is_adapter(word) for word in plain):
         raise AdapterAsBase("the base is itself an adapter", path_of(plain[0]), "name the base first")
 
 
-def check_format(command: str, args: Sequence[str], known: Mapping[str, bool]) -> None:
-    """Raise UsageError for the name of a format that has no option before it. `known`: see `flags`."""
+def check_format(command: str, args: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Raise UsageError for the name of a format that has no option before it. `known`: the options of the command."""
     flag = next((option for option in ("--to", "--format") if option in known), "")
     plain, options = split_words(args, known)
     stated = {option.partition("=")[0] for option in options if option.startswith("-")}
@@ -121,25 +122,25 @@ def check_format(command: str, args: Sequence[str], known: Mapping[str, bool]) -
             raise UsageError("a format has an option", word, f"write {line(right)}")
 
 
-def check_values(args: Sequence[str], known: Mapping[str, bool]) -> None:
+def check_values(args: Sequence[str], known: Mapping[str, Any]) -> None:
     """Raise UsageError for an option without its value, before another option, and for a value after an option that has
-    none. `known`: see `flags`."""
-    before = args[: args.index("--")] if "--" in args else args
+    none. `known`: the options of the command."""
+    before = before_dashes(args)
     for word, after in pairwise(before):
-        if known.get(word) is False and after.startswith("--") and after.partition("=")[0] in known:
+        if takes_value(word, known) and after.startswith("--") and after.partition("=")[0] in known:
             raise UsageError(
                 f"{word} has no value", f"{word} {after}", f"write its value after {word}, or leave it out"
             )
     for word in before:
         flag, equals, value = word.partition("=")
-        if equals and known.get(flag):
+        if equals and flag in known and known[flag].is_flag:
             right = ["--report", value] if flag == "--json" and "--report" in known else [flag]
             raise UsageError(f"{flag} takes no value", word, f"write {typed(right)}").instead(word, *right)
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
     """Raise UsageError for an option that is given twice with a value, as one of the two would not count."""
-    before = args[: args.index("--")] if "--" in args else args
+    before = before_dashes(args)
     for parameter in parameters:
         if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
             continue

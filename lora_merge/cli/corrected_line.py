@@ -42,25 +42,30 @@ def line(words: Sequence[str]) -> str:
     return typed(["lora-merge", *words])
 
 
-def flags(parameters: Sequence[Any]) -> dict[str, bool]:
-    """Return option → whether it has no value, from the parameters of a command."""
-    options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-    return {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
+def options_of(command: Any) -> dict[str, Any]:
+    """Return the options of a command of click: as it is typed → its parameter."""
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
-def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the words that are no options, and the options with their values. `known`: see `flags`."""
+def takes_value(word: str, known: Mapping[str, Any]) -> bool:
+    """Return whether a word is an option with a value behind it. `known`: the options of the command."""
+    return word in known and not known[word].is_flag
+
+
+def split_words(words: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the words that are no options, and the options with their values."""
     plain, options, value = list[str](), list[str](), False
     for word in words:
         is_option = word.startswith("-") and len(word) > 1 and not value
         (options if is_option or value else plain).append(word)
-        value = is_option and "=" not in word and not known.get(word, True)
+        value = is_option and takes_value(word, known)
     return plain, options
 
 
-def is_clear(words: Sequence[str], known: Mapping[str, bool]) -> bool:
+def is_clear(words: Sequence[str], known: Mapping[str, Any]) -> bool:
     """Return whether a line has no other reading: it has models, adapters and options of the command alone, and no
-    option for strengths. `known`: see `flags`."""
+    option for strengths."""
     plain, options = split_words(words, known)
     names = {word.partition("=")[0] if word.startswith("--") else word for word in options if word.startswith("-")}
     files = all(path_of(word) and "," not in word and not word.endswith((*JOBS_ENDINGS, ".json")) for word in plain)
@@ -73,9 +78,10 @@ def correct(error: MergeError, words: Sequence[str], commands: Mapping[str, Any]
     if not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
-    if isinstance(error, NoAdapter) and (bases := _twice(words, commands[command].params)):
+    known = options_of(commands[command])
+    if isinstance(error, NoAdapter) and (bases := _twice(words, known)):
         words = [word for n, word in enumerate(words) if _file(word) not in bases & {*map(_file, words[:n])}]
-        others = split_words(words, flags(commands[command].params))[0][1 + (words[0] in commands) :]
+        others = split_words(words, known)[0][1 + (words[0] in commands) :]
         texts = {error.what.written: "the base is named twice"}
         texts |= {error.fix.written: f"leave the second one out: {line(words)}"} if others else {}
         error.reword(lambda text: texts.get(text, text))
@@ -83,23 +89,19 @@ def correct(error: MergeError, words: Sequence[str], commands: Mapping[str, Any]
             return
     as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and path_of(error.where))
     if as_base and command == MERGE:
-        known = {name: flags(commands[name].params) for name in (MERGE, "combine")}
-        fix = _in_order(rest, known)
-    elif as_base and (ordered := _models_first(words, flags(commands[command].params))):
+        fix = _in_order(rest, known, options_of(commands["combine"]))
+    elif as_base and (ordered := _models_first(words, known)):
         fix = f"{error.fix.partition(',')[0]}: {line(ordered)}"
     else:
-        parameters = commands[command].params
         right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
-        changes = _changes(error.fix, parameters, first=not right)
-        right += [_with_options(words, change, parameters) for change in changes]
-        right = [in_places(new, flags(parameters)) for new in right or [[*words]]]
-        right = [
-            new for new in right if new not in ([], words) and not _twice(new, parameters) - _twice(words, parameters)
-        ]
+        changes = _changes(error.fix, known, first=not right)
+        right += [_with_options(words, change, known) for change in changes]
+        right = [in_places(new, known) for new in right or [[*words]]]
+        right = [new for new in right if new not in ([], words) and not _twice(new, known) - _twice(words, known)]
         lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
         fix = f"write {('; then ' if len(changes) > 1 else '; or ').join(reversed(lines.values()))}"
         if not lines:
-            fix = _filled(error.fix, rest[:: -1 if command == UNMERGE else 1], parameters)  # the tuned model is first
+            fix = _filled(error.fix, rest[:: -1 if command == UNMERGE else 1], known)  # the tuned model is first
         elif len(changes) < 2 and not _says_as_much(right[0], error.fix):
             fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} {fix}"
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
@@ -135,13 +137,12 @@ def check_fix(error: MergeError, refusal: Refusal, rounds: int = 3) -> bool:
     return False
 
 
-def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any]) -> str:
+def _filled(fix: Message | Lines, words: Sequence[str], known: Mapping[str, Any]) -> str:
     """Return a fix with files in the places of its commands: the user's own ones, or those of the folder that fit. Of a
     command without a file that fits only what is before it stays, and nothing of another purpose ("to …")."""
     if "`lora-merge " not in fix.written:
         return ""
-    known, ways = flags(parameters), list[str]()
-    plain, _ = split_words(words, known)
+    ways, (plain, _) = list[str](), split_words(words, known)
     files = {word: path for word in plain if (path := path_of(word))}
     by_user = {path: word for word, path in files.items()}
     for way in fix.written.split("; "):
@@ -170,7 +171,7 @@ def _in_typed_order(words: Sequence[str], stated: Sequence[str]) -> list[str]:
     return [next(ordered, word) if word in models else word for word in words]
 
 
-def _with_first(words: Sequence[str], known: Mapping[str, bool], stated: Sequence[str]) -> list[str]:
+def _with_first(words: Sequence[str], known: Mapping[str, Any], stated: Sequence[str]) -> list[str]:
     """Return a command with a file of the user in the first of its places alone; [] if none belongs there."""
     first, *others = [n for n, word in enumerate(words) if _place(word)] or [len(words)]
     end = others[0] if others else len(words)
@@ -180,12 +181,12 @@ def _with_first(words: Sequence[str], known: Mapping[str, bool], stated: Sequenc
 
 
 def in_places(
-    words: Sequence[str], known: Mapping[str, bool], stated: Sequence[str] = (), *, folders: bool = True
+    words: Sequence[str], known: Mapping[str, Any], stated: Sequence[str] = (), *, folders: bool = True
 ) -> list[str]:
     """Return a command with files in the places BASE, ADAPTER …; [] without files that fit together.
 
-    `known`: as of `split_words`; `stated`: the files to choose from; `folders`: whether where there is none of a role,
-    one of the folder may be chosen.
+    `stated`: the files to choose from; `folders`: whether where there is none of a role, one of the folder may be
+    chosen.
     """
     at = next((n for n, word in enumerate(words) if _place(word)), None)
     if at is None:
@@ -247,42 +248,37 @@ def _says_as_much(words: Sequence[str], fix: str) -> bool:
     return False
 
 
-def _changes(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[list[tuple[str, str]]]:
+def _changes(fix: Message | Lines, known: Mapping[str, Any], *, first: bool) -> list[list[tuple[str, str]]]:
     """Return the options of a command with which its line is right, each with its value ("" for a switch): those of the
     first way, or of each step of a fix with "then". `first`: only if that is the first way of a fix; a switch, such
     as --overwrite, may also be another one."""
     before, *pieces = CODE.split(fix.written)
-    known, changes = flags(parameters), list[list[tuple[str, str]]]()
+    changes = list[list[tuple[str, str]]]()
     for piece in pieces[::2] if ", then " in pieces[1::2] else pieces[:1]:
         words = words_of(piece)
         change = [*zip(words[::2], words[1::2], strict=False)]
-        if len(words) == 1 and known.get(words[0]):
+        if len(words) == 1 and words[0] in known and known[words[0]].is_flag:
             changes.append([(words[0], "")])
-        elif change and not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change):
+        elif change and not (first and " or " in before) and all(takes_value(flag, known) for flag, _ in change):
             changes.append(change)
     return changes
 
 
-def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], parameters: Sequence[Any]) -> list[str]:
+def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> list[str]:
     """Return the words with these options in place of those of the same name; the words as they are if they have other
     mistakes, or an option that may be repeated, of which any may be the wrong one."""
-    known = flags(parameters)
-    names = {name: {*p.opts} for p in parameters if p.param_type_name == "option" for name in p.opts}
-    repeatable = {name for p in parameters if p.multiple for name in p.opts}
     after = zip(["", *words], words, strict=False)  # the value of an option may begin with a hyphen, too
-    typed_options = {
-        word.partition("=")[0] for before, word in after if word.startswith("-") and known.get(before, True)
-    }
-    if not typed_options <= known.keys() or typed_options & repeatable & {flag for flag, _ in stated}:
+    options = {word.partition("=")[0] for before, word in after if word[:1] == "-" and not takes_value(before, known)}
+    if not options <= known.keys() or any(known[flag].multiple for flag, _ in stated if flag in options):
         return [*words]
-    replaced = {name for flag, _ in stated for name in names[flag]}
+    replaced = {name for flag, _ in stated for name in known[flag].opts}
     replaced |= {"--overwrite"} if "-o" in replaced else set()  # the new name is free
     values = {value for _, value in stated if value}  # such as an output without its option
     right, is_value = list[str](), False
     for word in words:
         flag, equals, _ = word.partition("=")
         right += [word] * (not is_value and flag not in replaced and word not in values)
-        is_value = flag in replaced and not equals and not known[flag]
+        is_value = flag in replaced and not equals and takes_value(flag, known)
     return [*right, *(word for option in stated for word in option if word)]
 
 
@@ -303,9 +299,9 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
             yield word
 
 
-def _twice(words: Sequence[str], parameters: Sequence[Any]) -> set[str]:
+def _twice(words: Sequence[str], known: Mapping[str, Any]) -> set[str]:
     """Return the files that a line names twice, such as a base that is also in the place of an adapter."""
-    files = [*map(_file, split_words(words, flags(parameters))[0])]
+    files = [*map(_file, split_words(words, known)[0])]
     return {file for file in files if files.count(file) > 1}
 
 
@@ -331,10 +327,10 @@ def _part(word: str, wrong: str, right: str) -> str:
     return new if new != word else ""
 
 
-def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> str:
+def _in_order(words: Sequence[str], known: Mapping[str, Any], of_combine: Mapping[str, Any]) -> str:
     """Return the fix for a merge whose first word is an adapter, or a base with a strength: the model first, or
-    `combine`."""
-    plain, options = split_words(words, known[MERGE])
+    `combine`, with its options."""
+    plain, options = split_words(words, known)
     model = next((word for word in plain if (path := path_of(word)) and not is_adapter(path)), "")
     if model:
         # A base has no strength: that of the first adapter without one is meant.
@@ -342,21 +338,21 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
         free = [n for n, word in enumerate(adapters) if split_strength(word.partition(",")[0])[1] is None]
         for n in free[: bool(strength)]:
             adapters[n] = f"{_bare(adapters[n])}{strength}{adapters[n].removeprefix(_bare(adapters[n]))}"
-        right = in_places([_bare(model), *(adapters or [f"ADAPTER{strength}"]), *options], known[MERGE])
+        right = in_places([_bare(model), *(adapters or [f"ADAPTER{strength}"]), *options], known)
         way = "a base has no strength" if model == plain[0] else "name the base first"
         way += f", so {strength} is left out" if strength and adapters and not free else ""
         return f"{way}: {line(right)}" if right else way
-    filled = in_places(["BASE", *words], known[MERGE])
+    filled = in_places(["BASE", *words], known)
     first = f"name the base first: {line(filled)}" if filled else "name the base first"
     if len(plain) < 2:
         return first
     both = options if {*options} & {"-o", "--output"} else [*options, "-o", "both.safetensors"]
-    all_known = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
+    all_known = all(word.partition("=")[0] in of_combine for word in options if word.startswith("-"))
     joined = line(["combine", *plain, *(both if all_known else ["-o", "both.safetensors"])])
     return f"{first}; or combine the adapters: {joined}"
 
 
-def _models_first(words: Sequence[str], known: Mapping[str, bool]) -> list[str]:
+def _models_first(words: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     """Return a line with its models before its adapters; [] without a model."""
     (command, *files), options = split_words(words, known)
     models = [word for word in files if path_of(word) and not is_adapter(path_of(word))]

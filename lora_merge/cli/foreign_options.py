@@ -20,7 +20,7 @@ from ..recipes.commands import COMMANDS
 from ..text import plural
 from .argument_values import ADAPTER_ORDER, expanded, strengths
 from .compat import check_dashes
-from .corrected_line import PLACES, flags, line
+from .corrected_line import PLACES, line, options_of
 from .foreign_inputs import NAME_THE_FILES, OF_NODES, OF_PYTHON, with_options
 from .foreign_names import (
     FOREIGN_RULES,
@@ -36,6 +36,7 @@ from .foreign_names import (
     meaning_of,
 )  # fmt: skip
 from .foreign_programs import NO_PROGRAM, program_of
+from .terminal import before_dashes
 from .typed_file import TypedFile, numbers_in
 from .typed_line import (
     MISTAKES,
@@ -412,7 +413,7 @@ def check_line(command: str, args: Sequence[str], commands: Mapping[str, Any]) -
             whole = [*args[: at + 1], f"{part}={right_form(value)}", *args[at + 3 :]]
             right = line(whole if command == MERGE else [command, *whole])
             raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`", f"write {right}")
-    values = _stated(args[: args.index("--")] if "--" in args else args)
+    values = _stated(before_dashes(args))
     inputs, meant = with_options(args), MERGE if command == "batch" else command
     if inputs.typed and (correction := corrected_line(meant, inputs.words, commands, inputs.what)):
         raise UsageError(inputs.what, " ".join(inputs.typed)[:200], _fix(correction, ()))
@@ -479,8 +480,7 @@ def _fix(correction: Correction, foreign: Sequence[str]) -> str:
 
 def _advices(foreign: Mapping[str, str], command: str, commands: Mapping[str, Any]) -> str:
     """Return what to write for each option, if no line is certain. `foreign`: option → the word after it."""
-    parameters = commands[command].params
-    known = flags(parameters)
+    parameters, known = commands[command].params, options_of(commands[command])
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     usage = f"files go after the command: `lora-merge {' '.join((command, *files))}`"
     usage = f"{THE_BASE}; {ADAPTER_ORDER}" if command == MERGE else usage

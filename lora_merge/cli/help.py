@@ -21,7 +21,7 @@ from ..options import OPTIONS
 from ..paths import ENDINGS, exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from ..text import plural
-from .corrected_line import flags, in_places, is_adapter, line, path_of, split_words
+from .corrected_line import in_places, is_adapter, line, options_of, path_of, split_words
 from .foreign_names import alike
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
@@ -261,15 +261,15 @@ def _corrected_line(error: Exception, text: str, command: str, known: Any, words
         return f"write {line([*words, value])}; "
     called = command.split()
     if called and words[: len(called)] == called and known is not None:
-        plain, options = split_words(words[len(called) :], flags(known.params))
+        plain, options = split_words(words[len(called) :], options_of(known))
         if missing is not None and missing.param_type_name == "argument":
             required = [p for p in known.params if p.param_type_name == "argument" and p.required][len(plain) :]
             names = [f"{p.metavar or p.name}".partition("[")[0].strip(".").upper() for p in required]
             alike = "ADAPTER" if plain and is_adapter(plain[0]) else "TUNED"
             words = [*called, *plain, *(alike if name == "B" else name for name in names), *options]
-            right = in_places(words, flags(known.params))
+            right = in_places(words, options_of(known))
             other = [*called, "BASE", *plain, *options] if right and names == ["TUNED"] else []
-            turned = in_places(other, flags(known.params))
+            turned = in_places(other, options_of(known))
             or_so = f"or, if {plain[0]} is the model after the training, {line(turned)}; " if turned else ""
             return f"write {line(right or [*called, *plain, *names, *options])}; {or_so}"
         if (extra := _extra(text)) and plain[-len(extra) :] == extra:
@@ -286,8 +286,8 @@ def _without_extra(words: Sequence[str], extra: Sequence[str], options: Sequence
         return f"write {'; then '.join(line([words[0], word, *options]) for word in each)}; "
     word, *others = extra
     flag = "--rank" if right_form(word) else "--to" if takes("to", word) else "--output"
-    flag = flag if flag in flags(known.params) else "--output"
-    free = flag in flags(known.params) and not {flag, flag[1:3]} & {option.partition("=")[0] for option in options}
+    flag = flag if flag in options_of(known) else "--output"
+    free = flag in options_of(known) and not {flag, flag[1:3]} & {option.partition("=")[0] for option in options}
     if free and not others and (not exists(with_found_ending(word)) or Path(word).is_dir()):
         is_output = flag == "--output"
         named = line([*words, "-o" if is_output else flag, word, *options])

@@ -40,7 +40,7 @@ from .compat import (
     check_values,
     checked_output,
 )
-from .corrected_line import check_fix, correct, flags, is_clear
+from .corrected_line import check_fix, correct, is_clear, options_of
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import LOADING, Display, watching
@@ -92,8 +92,7 @@ class Commands(TyperGroup):
 
     def _check(self, command: str, args: Sequence[str]) -> None:
         """Raise UsageError for a line that is not as a command has it."""
-        parameters = self.commands[command].params
-        known = flags(parameters)
+        known = options_of(self.commands[command])
         check_format(command, args, known)
         if command == MERGE:
             check_base(args, known)
@@ -102,14 +101,14 @@ class Commands(TyperGroup):
 
             check_line(command, args, self.commands)
         check_values(args, known)
-        check_once(args, parameters)
+        check_once(args, self.commands[command].params)
 
     def _suggest(self, args: list[str]) -> None:
         """Raise UsageError for a first word that is neither file nor command, or for a command after its options."""
         word = next((a for a in args if a not in VALUELESS_OPTIONS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
-        if not is_clear(args, flags(self.commands[MERGE].params)):
+        if not is_clear(args, options_of(self.commands[MERGE])):
             from .foreign_options import check_foreign_command
 
             check_foreign_command(args, self.commands)

@@ -12,7 +12,7 @@ import typer
 from ..addresses import downloads_in
 from ..errors import MergeError
 from ..option_texts import as_number, metadata_entry, parsed_setting
-from ..options import OPTIONS, Option
+from ..options import JOB_OPTIONS, Option
 from ..paths import expand
 from .argument_values import NamedAdapter, named_parts, strengths, with_strengths
 from .help import UNRECORDED, offered
@@ -125,27 +125,19 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     )
 
 
-def read(
-    options: Mapping[str, Any], adapters: Sequence[NamedAdapter], rows: Mapping[str, Option] = OPTIONS
-) -> dict[str, Any]:
-    """Return the values of options as `make_job` takes them, for these adapters; UsageError for a wrong text."""
-    values = dict(options)
-    for option in (rows[name] for name in values if name in rows):
+def read_with_adapters(
+    adapters: Sequence[NamedAdapter], options: Mapping[str, Any]
+) -> tuple[list[str | tuple[str, float] | Adapter], dict[str, Any]]:
+    """Return the adapters with their strengths and parts, and the values of the other options, as `make_job` takes
+    them; UsageError for a wrong text."""
+    values = {name: value for name, value in options.items() if name != "strength_for"}
+    for option in (JOB_OPTIONS[name] for name in values if name in JOB_OPTIONS):
         if option.kind in ("whole", "number") and isinstance(values[option.name], str):
             values[option.name] = as_number(values[option.name], option.flag, whole=option.kind == "whole")
     values["strength"] = strengths(values.get("strength") or (), len(adapters))
     values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
     values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
-    return {name: value for name, value in values.items() if value not in (None, (), [])}
-
-
-def read_with_adapters(
-    adapters: Sequence[NamedAdapter], options: Mapping[str, Any], rows: Mapping[str, Option] = OPTIONS
-) -> tuple[list[str | tuple[str, float] | Adapter], dict[str, Any]]:
-    """Return the adapters with their strengths and parts as `make_job` takes them, and the values of the other options,
-    see `read`."""
-    others = {name: value for name, value in options.items() if name != "strength_for"}
-    values = read(others, adapters, rows)
+    values = {name: value for name, value in values.items() if value not in (None, (), [])}
     named, parts = named_parts(with_strengths(adapters, values), options.get("strength_for") or ())
     refs = [adapter.for_job for adapter in named]
     return refs, {"strength_for": parts, **values} if "strength_for" in options else values

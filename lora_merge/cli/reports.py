@@ -211,7 +211,8 @@ def show_table(rows: Sequence[Fact]) -> None:
     width = min(console(sys.stdout).width, WIDEST_REPORT)
     room = width - max((len(row.name) for row in rows), default=0) - COLUMN_GAP
     cells = terminal_rows(rows, room)
-    whole = (row.name in COPIED_FACTS and _longest(cell[1].plain) > room for row, cell in zip(rows, cells, strict=True))
+    longest = (max(map(len, value.plain.split()), default=0) for _, value in cells)
+    whole = (row.name in COPIED_FACTS and length > room for row, length in zip(rows, longest, strict=True))
     for is_whole, some in groupby(zip(whole, cells, strict=True), lambda pair: pair[0]):
         lines = [cell for _, cell in some]
         if is_whole:
@@ -233,11 +234,6 @@ def table_row(row: Fact, width: int) -> Text:
     first, *rest = textwrap.wrap(row.right, max(width - left - BETWEEN, 1), break_on_hyphens=False)
     lines = [f"  {name}  {first}", *(" " * (left + BETWEEN) + words for words in rest)]
     return text("").append("\n").join(text(line, "dim") for line in lines)
-
-
-def _longest(value: str) -> int:
-    """Return the length of the longest word."""
-    return max(map(len, value.split()), default=0)
 
 
 # Paths and commands, as a person types them here.

@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 from ..errors import UsageError
@@ -72,21 +73,23 @@ def without_global_options(args: Sequence[str], *, checked: bool = True) -> list
     return rest
 
 
+def before_dashes(args: Sequence[str]) -> Sequence[str]:
+    """Return the arguments before `--`, behind which no word is an option."""
+    return args[: args.index("--")] if "--" in args else args
+
+
 def color_choice() -> str:
     """Return the value of `--color` on the command line."""
-    for at, word in enumerate(sys.argv):
-        if word == "--":
-            break
-        if word.startswith(f"{COLOR_FLAG}="):
-            return word.partition("=")[2]
-        if word == COLOR_FLAG and at + 1 < len(sys.argv):
-            return sys.argv[at + 1]
+    for word, after in pairwise([*before_dashes(sys.argv), ""]):
+        name, _, value = word.partition("=")
+        if name == COLOR_FLAG:
+            return value or after
     return "auto"
 
 
 def debugging() -> bool:
     """Return whether tracebacks are wanted."""
-    return DEBUG in (sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv)
+    return DEBUG in before_dashes(sys.argv)
 
 
 def styled(stream: Any) -> bool:

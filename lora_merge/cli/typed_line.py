@@ -22,7 +22,7 @@ from ..options import BLOCK_WEIGHTS, SWITCHED, Option, checked_value
 from ..paths import ENDINGS, JOBS_ENDINGS, exists, expand, with_found_ending
 from ..recipes.commands import COMMANDS
 from .argument_values import check_adapter, check_parts, check_tag, check_two
-from .corrected_line import opened
+from .corrected_line import opened, options_of
 from .foreign_names import (
     LORA_ALPHA,
     NOT_KNOWN,
@@ -116,10 +116,9 @@ class Syntax(NamedTuple):
     @classmethod
     def of(cls, name: str, commands: Mapping[str, Any]) -> Syntax:
         """Return the syntax of a command. `commands`: by name."""
-        row, parameters = COMMANDS.get(name), commands[name].params
-        options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-        known = {flag: option for option in options for flag in (*option.opts, *option.secondary_opts)}
-        required = sum(p.param_type_name == "argument" and p.required for p in parameters) + (name == MERGE)
+        row, known = COMMANDS.get(name), options_of(commands[name])
+        arguments = [p for p in commands[name].params if p.param_type_name == "argument" and p.required]
+        required = len(arguments) + (name == MERGE)
         if row is None:
             return cls(name, {}, known, required, 0, several=True)
         models = 2 if row.inputs == "checkpoints" else int(row.merges)
