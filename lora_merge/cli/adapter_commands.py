@@ -23,7 +23,18 @@ from ..text import Note
 from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read_with_adapters, with_options
+from .options import (
+    AS_JSON,
+    DRY_RUN,
+    HTML,
+    JSON_TENSORS,
+    PLOT,
+    QUIET,
+    REPORT,
+    Command,
+    read_with_adapters,
+    with_options,
+)
 from .progress_display import watching
 from .reports import PageFiles, ReportOptions, announcing, show_adapter_report
 
@@ -37,8 +48,7 @@ PRINTED: Final = MappingProxyType({
     "dry_run": DRY_RUN,
     "as_json": AS_JSON,
     "json_tensors": JSON_TENSORS,
-    "report": Annotated[str | None, typer.Option(metavar="PATH", help="Write the JSON report to this file or pipe, "
-    "too.")],
+    "report": REPORT,
     "html": HTML,
     "plot": PLOT,
     "quiet": QUIET,

@@ -21,7 +21,7 @@ from ..process import check_room
 from ..progress import unwatched
 from ..text import Lines, size
 from .argument_values import whole_number
-from .options import HTML, JSON_TENSORS, with_options
+from .options import DRY_RUN, HTML, JSON_TENSORS, with_options
 from .progress_display import BatchJobs, paused, watching
 from .reports import (
     BatchDisplay,
@@ -58,7 +58,7 @@ def batch(
     ray_address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Use this running Ray cluster. [default: a local one]")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
+    dry_run: DRY_RUN = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace existing outputs that were made differently.")
     ] = False,

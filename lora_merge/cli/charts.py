@@ -30,7 +30,7 @@ WIDEST_CELL: Final = 6
 COLOUR_COLUMNS: Final = 20  # columns of the colours from the least to the greatest
 
 
-def shortened(label: str, width: int) -> str:
+def end_of(label: str, width: int) -> str:
     """Return a label of at most `width` letters: its end, which differs more than its beginning."""
     return label if len(label) <= width else f"…{label[1 - width :].lstrip('…')}" if width > 1 else "…"
 
@@ -84,7 +84,7 @@ def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator
     cell = min(max(room // len(chart["columns"]), CELL_COLUMNS), WIDEST_CELL)
     cell = max(cell, len(str(len(chart["columns"]))) + 1)
     count = max(room // cell, 1)
-    yield text(shortened(chart["title"], width), "bold")
+    yield text(end_of(chart["title"], width), "bold")
     scale = Text(f"{metric['title']}  {number(least, metric['unit'])} ", "dim")
     for n in range(COLOUR_COLUMNS):
         scale.append_text(_filled(n / (COLOUR_COLUMNS - 1), 1, ramp, shades))
@@ -95,7 +95,7 @@ def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator
         for row, label in enumerate(chart["rows"]):
             if not any((row, column) in values for column in shown):
                 continue  # all its cells are in another picture
-            line = text(shortened(label, wide).ljust(wide + COLUMN_GAP))
+            line = text(end_of(label, wide).ljust(wide + COLUMN_GAP))
             for column in shown:
                 value = values.get((row, column))
                 share = (value - least) / (most - least) if value is not None and most > least else 1.0
@@ -108,12 +108,12 @@ def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator
 def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
     """Yield the names of the numbered columns, as many on a line as there is room for."""
     digits = len(str(len(names))) + 1
-    labels = [f"{n + 1} {shortened(name, width - digits - COLUMN_GAP)}" for n, name in enumerate(names)]
+    labels = [f"{n + 1} {end_of(name, width - digits - COLUMN_GAP)}" for n, name in enumerate(names)]
     wide = min(max(map(len, labels)) + COLUMN_GAP, width)
     count = max(width // wide, 1)
     for first in range(0, len(labels), count):
         yield text(
-            "".join(shortened(label, wide - 1).ljust(wide) for label in labels[first : first + count]).rstrip(), "dim"
+            "".join(end_of(label, wide - 1).ljust(wide) for label in labels[first : first + count]).rstrip(), "dim"
         )
 
 
@@ -130,7 +130,7 @@ def bars(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Tex
     most = most or 1.0
     yield text(chart["title"], "bold")
     for (name, value), words in zip(rows, labels, strict=True):
-        line = text(shortened(name, wide).ljust(wide + COLUMN_GAP))
+        line = text(end_of(name, wide).ljust(wide + COLUMN_GAP))
         letter = (shades[-1] if value >= 0 else shades[0]) if shades else FULL_BLOCK
         line.append(
             _bar(abs(value) / most, room, letter), Style(color=Color.from_rgb(*SIGNED_COLOURS[2 if value >= 0 else 0]))

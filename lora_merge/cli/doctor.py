@@ -8,6 +8,7 @@ import platform
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..engine.devices import place, precise, present, unusable
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, as_scalars, host, move, stage, stage_indices
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
+from ..facts import Fact, line
 from ..paths import exists
 from ..proof.examples import EXAMPLES, Example, formula_input, shapes, tensors, weight
 from ..proof.reference import REFERENCE
@@ -33,7 +35,6 @@ from ..proof.reference.floats import Array
 from ..text import size
 from ..version import __version__
 from ..viewing.json_schemas import schema
-from .terminal import mark, panel, show, text
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MIXTURES: Final = (("F16", "BF16"), ("F32", "F16"), ("BF16", "F64"), ("F8_E4M3", "F32"))
@@ -230,42 +231,22 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     return {"write": size / seconds, "read": size / max(read, 1e-9), "direct": direct}
 
 
-def lines(examined: dict[str, Any]) -> list[str]:
-    """Return the findings as lines for pipes."""
-    head, rows = facts(examined)
-    return [head, *(f"{name:8} {text}" for name, text in rows), *(problems(examined) or ["all is well"])]
-
-
-def problems(examined: dict[str, Any]) -> list[str]:
-    """Return a line for each problem."""
-    return [f"problem  {p}" for p in examined["problems"]]
-
-
-def facts(examined: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the versions, and rows (what, text) about machine, devices and disk."""
+def rows(examined: dict[str, Any]) -> Iterator[Fact]:
+    """Yield the versions, what is known of machine, devices and disk, and the problems."""
     packages = ", ".join(f"{k} {v}" for k, v in examined["packages"].items())
-    rows = [("machine", f"{examined['platform']}, {examined['cpus']} CPUs, {size(examined['memory'])}")]
+    yield line("version", f"lora-merge {examined['version']}, Python {examined['python']}, {packages}")
+    yield line("machine", f"{examined['platform']}, {examined['cpus']} CPUs, {size(examined['memory'])}")
     for d in examined["devices"]:
         worst = ", ".join(f"{k} within {v:.1g}" for k, v in d["worst"].items())
-        rows.append((d["device"], f"{d['name']}, {size(d['memory']['total'])}, {' '.join(d['dtypes'])}; "
-                                  f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}"))  # fmt: skip
+        yield line(d["device"], f"{d['name']}, {size(d['memory']['total'])}, {' '.join(d['dtypes'])}; "
+                                f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}")  # fmt: skip
     disk = examined["disk"]
-    rows.append(("disk", f"{disk['folder']} ({disk['file_system'] or 'unknown'}), {size(disk['free'])} free"))
+    yield line("disk", f"{disk['folder']} ({disk['file_system'] or 'unknown'}), {size(disk['free'])} free")
     for mode in ("direct", "buffered"):
         if disk.get(mode):
             how = "past the cache" if disk[mode]["direct"] else "through the cache"
             rates = ", ".join(f"{verb}s {size(int(disk[mode][verb]))}/s" for verb in ("write", "read"))
-            rows.append(("", f"{how}: {rates}"))
+            yield line("disk", f"{how}: {rates}")
     auto = examined["auto"]
-    rows.append(("auto", f"device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes"))
-    return f"lora-merge {examined['version']}, Python {examined['python']}, {packages}", rows
-
-
-def show_findings(examined: dict[str, Any]) -> None:
-    """Print the findings as a panel on a terminal."""
-    head, rows = facts(examined)
-    wrong = [("problem", text(p, "bold red")) for p in examined["problems"]]
-    well = bool(not wrong)
-    title = f"{mark('done' if well else 'failed')} {'all is well' if well else 'problems'}"
-    shown: list[tuple[str, Any]] = [("version", head.removeprefix("lora-merge ")), *rows, *wrong]
-    show(panel(title, shown, "green" if well else "red"))
+    yield line("auto", f"device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes")
+    yield from (Fact("problem", problem, style="bold red") for problem in examined["problems"])

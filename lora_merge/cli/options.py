@@ -28,7 +28,7 @@ AS_JSON = Annotated[bool, typer.Option("--json", help="Print the report as one J
 JSON_TENSORS = Annotated[
     bool, typer.Option("--json-tensors", help="Add the values of every tensor to the JSON report.")
 ]
-REPORT = Annotated[str | None, typer.Option(metavar="FILE", help="Write the JSON report to this file or pipe, too.")]
+REPORT = Annotated[str | None, typer.Option(metavar="PATH", help="Write the JSON report to this file or pipe, too.")]
 HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page for the browser, too.")]
 PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as .png, .svg or .pdf, too.")]
 

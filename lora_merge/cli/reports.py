@@ -224,13 +224,13 @@ def show_table(rows: Sequence[Fact]) -> None:
 def table_row(row: Fact, width: int) -> Text:
     """Return a row of a table. Where it is too long, its first cell is shortened, and if that is not enough the second
     one goes on below itself."""
-    from .charts import shortened
+    from .charts import end_of
 
     left, name = width - len(row.right) - BETWEEN, row.value
     if not row.right or len(name) <= left:
         return text(f"  {name}  {row.right}".rstrip(), "dim")
     left = max(left, min(len(name), width // 3))
-    name = shortened(name.strip(), left).ljust(left)
+    name = end_of(name.strip(), left).ljust(left)
     first, *rest = textwrap.wrap(row.right, max(width - left - BETWEEN, 1), break_on_hyphens=False)
     lines = [f"  {name}  {first}", *(" " * (left + BETWEEN) + words for words in rest)]
     return text("").append("\n").join(text(line, "dim") for line in lines)

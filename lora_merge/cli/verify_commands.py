@@ -227,14 +227,14 @@ def doctor(
     if not where.is_dir():
         raise UsageError("there is no such folder", str(where), "name a folder that is there")
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
-        from .doctor import examine, lines, show_findings
+        from .doctor import examine, rows
 
         examined = examine(where)
     if as_json:
         put(json_text(examined))
-    elif not quiet and styled(sys.stdout):
-        show_findings(examined)
     elif not quiet:
-        for line in lines(examined):
-            echo(line)
+        title = "problems" if examined["problems"] else "all is well"
+        show_closing(title, [*rows(examined)], failed=bool(examined["problems"]), whole=True)
+        if not (examined["problems"] or styled(sys.stdout)):
+            echo(title)
     raise typer.Exit(1 if examined["problems"] else 0)
