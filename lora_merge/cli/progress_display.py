@@ -6,13 +6,13 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..disk.remote import received
 from ..progress import Guard, Progress, Stage, Step, beating, observed
@@ -31,6 +31,9 @@ STAGE_SHARES: Final = {"merge": 1.0, "flush": 0.03, "prove": 0.05}
 
 TRANSFERS: Final = ("fetch", "upload")
 """The stages of downloads and uploads."""
+
+SAME: Final = {"look": "make", "load": "merge", "flush": "merge"}
+"""Stage → the one whose bytes it counts on."""
 
 MAKING: Final = {"make": 1.0, "flush": 0.02, "prove": 0.5}
 """The same for the layers of an adapter, relative to computing them. Measured: the proof takes 0.3 (convert) to 3 times
@@ -65,6 +68,21 @@ SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 """Pictures of a heartbeat, for terminals with and without these letters."""
 
 
+class Amount(NamedTuple):
+    """Bytes that are done, of how many."""
+
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        return done_of(self.done, self.total)
+
+    @property
+    def share(self) -> float:
+        """The share that is done; 0 if the total is not known."""
+        return self.done / self.total if self.total else 0.0
+
+
 @dataclass
 class OutputProgress:
     """The state of one output under way."""
@@ -73,42 +91,30 @@ class OutputProgress:
     since: float  # when its stage began
     took: float = 0.0  # seconds of the stage before
     stage: Stage = "load"
-    total: int = 0  # bytes of the output
-    written: int = 0
-    computed: int = 0
-    to_compute: int = 0  # bytes of the weights that an adapter changes
-    transferred: int = 0
-    to_transfer: int = 0
-    proven: int = 0
-    to_prove: int = 0
+    amounts: dict[str, Amount] = field(default_factory=lambda: defaultdict(Amount))  # stage → what is done, see `SAME`
     limit: str = ""
 
     def take(self, step: Step, now: float) -> None:
         """Take a step."""
         if step.stage != self.stage:
             self.stage, self.since, self.took = step.stage, now, now - self.since
-        if step.stage == "prove":
-            self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
-        elif step.stage in TRANSFERS:
-            self.transferred, self.to_transfer = self.transferred + step.done, step.total or self.to_transfer
-        elif step.stage in ("make", "look"):
-            self.computed, self.to_compute = self.computed + step.done, step.total or self.to_compute
-        else:
-            self.written, self.total = self.written + step.done, step.total or self.total
-            self.limit = step.limit or self.limit
+        before = self.amount
+        self.amounts[SAME.get(step.stage, step.stage)] = Amount(before.done + step.done, step.total or before.total)
+        self.limit = step.limit or self.limit
+
+    @property
+    def amount(self) -> Amount:
+        """What is done in its stage."""
+        return self.amounts[SAME.get(self.stage, self.stage)]
 
     def share(self, weights: dict[str, float], now: float) -> float:
         """Return how much of the work on it is done, from 0 to 1. The disk does not report how much of a flush is done:
         half of it is taken to be, when the time has passed that it usually takes."""
         waited = now - self.since
         usual = max(BEAT, self.took * weights.get("flush", 0.0))
-        parts = {
-            "merge": self.written / self.total if self.total else 0.0,
-            "make": self.computed / self.to_compute if self.to_compute else 0.0,
-            "flush": float(self.stage == "prove") if self.stage != "flush" else waited / (waited + usual),
-            "prove": self.proven / self.to_prove if self.to_prove else 0.0,
-        }
-        weights = READING_SHARES if self.stage == "look" else MAKING if self.to_compute else weights
+        flushed = float(self.stage == "prove") if self.stage != "flush" else waited / (waited + usual)
+        parts = {**{stage: self.amounts[stage].share for stage in ("merge", "make", "prove")}, "flush": flushed}
+        weights = READING_SHARES if self.stage == "look" else MAKING if self.amounts["make"].total else weights
         return min(1.0, sum(parts[stage] * weight for stage, weight in weights.items()) / sum(weights.values()))
 
 
@@ -180,7 +186,7 @@ class Display:
     def _bytes(self, step: Step, output: OutputProgress) -> int:
         """Return the bytes that a step counts for; in a batch those of the output, whatever it is made of."""
         if step.stage == "make" and self.jobs is not None:
-            return self._planned(output.name)[0] * step.done // max(output.to_compute, 1)
+            return self._planned(output.name)[0] * step.done // max(output.amount.total, 1)
         return step.done if step.stage in ("merge", "make", "look") else 0
 
     def end(self, output: str) -> None:
@@ -245,15 +251,15 @@ class Display:
             facts.append(self.doing if not output.name else f"opening the inputs, {LOADING}")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
-            facts = [done_of(output.written, output.total), self._rate(), self._received()]
+            facts = [str(output.amount), self._rate(), self._received()]
             limit = LIMITS.get(output.limit, "")
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
-            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate(), self._received()]
+            facts = [f"{output.amount} of weights", self._rate(), self._received()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")
-        elif output.to_prove:
-            facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
+        elif output.amounts["prove"].total:
+            facts = [f"{min(1.0, output.amounts['prove'].share):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
 
     def _received(self) -> str:
@@ -263,23 +269,20 @@ class Display:
 
     def _transfer(self, output: OutputProgress, now: float, width: int) -> str:
         """Return the line of a download or an upload."""
-        share = output.transferred / output.to_transfer if output.to_transfer else 1.0
+        share = output.amount.share if output.amount.total else 1.0
         spent = now - output.since
         left = f"{interval(spent * (1 - share) / share)} left" if share >= LEAST_PROGRESS and spent >= 1 else ""
-        moved = spent > 0 and output.transferred > 0
-        speed = rate(int(output.transferred / spent)) if moved else f"{interval(spent)} so far"
-        done = done_of(output.transferred, output.to_transfer)
-        return self._line(output.stage, [done, speed, left], share, width)
+        moved = spent > 0 and output.amount.done > 0
+        speed = rate(int(output.amount.done / spent)) if moved else f"{interval(spent)} so far"
+        return self._line(output.stage, [str(output.amount), speed, left], share, width)
 
     def _job(self, output: OutputProgress, now: float, width: int) -> str:
-        if output.stage == "merge" and output.written >= output.total:
+        if output.stage == "merge" and output.amount.done >= output.amount.total:
             facts = ["merged, the others first"]
-        elif output.stage == "merge":
-            facts = [done_of(output.written, output.total)]
         elif output.stage == "make":
-            facts = [f"{done_of(output.computed, output.to_compute)} of weights"]
-        elif output.stage in TRANSFERS:
-            facts = [done_of(output.transferred, output.to_transfer)]
+            facts = [f"{output.amount} of weights"]
+        elif output.stage in ("merge", *TRANSFERS):
+            facts = [str(output.amount)]
         else:
             facts = [f"{interval(now - output.since)} so far"]
         name = one_line(Path(output.name).name)
