@@ -133,7 +133,7 @@ def convert(adapter: Adapter, **options: Any) -> None:
             raise UsageError("no format is named", "lora-merge convert", fix)
         return job
 
-    show(COMMANDS["convert"], make, printed)
+    show(COMMANDS["convert"], make, **printed)
 
 
 @_takes(COMMANDS["average"])
@@ -164,7 +164,7 @@ def extract(
         refs, stated = _job_values([NamedAdapter(completed(tuned))], options)
         return COMMANDS["extract"].job(refs, output, completed(base), stated, cache)
 
-    show(COMMANDS["extract"], make, printed)
+    show(COMMANDS["extract"], make, **printed)
 
 
 def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -
         named, stated = _job_values(named_adapters(adapters, output=output), options)
         return command.job(named, output, base, stated)
 
-    show(command, make, printed)
+    show(command, make, **printed)
 
 
 def _check_weights(words: Sequence[str], options: dict[str, Any]) -> None:
@@ -219,7 +219,10 @@ def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tu
     return named, stated
 
 
-def show(command: Row, make: Callable[[CheckpointCache], Any], printed: dict[str, Any]) -> None:
+def show(
+    command: Row, make: Callable[[CheckpointCache], Any], *, dry_run: bool, as_json: bool, json_tensors: bool,
+    report: str | None, html: str | None, plot: str | None, quiet: bool, verbose: bool,
+) -> None:  # fmt: skip
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
     from ..adapters_out.job import needed_downloads
     from ..engine.torch_preload import keep_freed_memory
@@ -227,10 +230,10 @@ def show(command: Row, make: Callable[[CheckpointCache], Any], printed: dict[str
     from ..sources.outputs import announcement
     from .stdio import reporting
 
-    pictures = PageFiles(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
-    with reporting(printed["report"]) as report_file, watching(quiet=printed["quiet"]) as display:
+    pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
+    with reporting(report) as report_file, watching(quiet=quiet) as display:
         # Step 1: torch, as early as the command needs it.
-        load_torch(command, dry=printed["dry_run"])
+        load_torch(command, dry=dry_run)
         # Step 2: the job, whose paths no other output may replace.
         cache = CheckpointCache()
         job: AdapterJob = make(cache)
@@ -241,23 +244,21 @@ def show(command: Row, make: Callable[[CheckpointCache], Any], printed: dict[str
         if report_file is not None:
             report_file.begin()
         # Step 3: the plan or the run.
-        if printed["dry_run"]:
+        if dry_run:
             done = command.plan(job, cache)
             notes = [Note(download.text()) for download in needed_downloads(job).values() if download.size]
             done = replace(done, notes=(*done.notes, *notes))
         else:
-            announce = announcing(display, quiet=printed["quiet"])
+            announce = announcing(display, quiet=quiet)
             job = command.fetch(job, cache, display or unwatched, announce)
             if announce is not None and (text := announcement(job.output)):
                 announce(text)
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
-            report_file.replace(done.to_json(tensors=printed["json_tensors"]))
-    pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))
-    show_adapter_report(done, ReportOptions(
-        as_json=printed["as_json"], quiet=printed["quiet"], verbose=printed["verbose"], done=command.done,
-        tensors=printed["json_tensors"],
-    ))  # fmt: skip
+            report_file.replace(done.to_json(tensors=json_tensors))
+    pictures.write(lambda: _pictured(done, job) if html is not None else asdict(done))
+    options = ReportOptions(as_json=as_json, quiet=quiet, verbose=verbose, done=command.done, tensors=json_tensors)
+    show_adapter_report(done, options)
 
 
 def load_torch(command: Row, *, dry: bool = False) -> None:

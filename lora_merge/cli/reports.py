@@ -533,7 +533,7 @@ def failure(count: int, total: int, what: str) -> BatchFailed:
 # Files and comparisons.
 
 
-def show_file(facts: Mapping[str, Any], *, again: bool = False, verbose: bool = False) -> None:
+def show_file(facts: Mapping[str, Any], *, again: bool = False, verbose: bool) -> None:
     """Print what a file is; `again`: only how its adapter fits, as the base was described before; `verbose`: with
     patterns of names."""
     from ..viewing.inspect_rows import match_rows

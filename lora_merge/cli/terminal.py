@@ -51,7 +51,7 @@ CUTTING_TERMINALS: Final = ("XTERM_VERSION", "STY")
 """Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 
-def without_global_options(args: Sequence[str], *, checked: bool = True) -> list[str]:
+def without_global_options(args: Sequence[str], *, checked: bool) -> list[str]:
     """Return the arguments without the options of every command, and without the name of the program if it is typed
     twice.
 
