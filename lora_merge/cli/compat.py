@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -138,21 +138,18 @@ def check_values(args: Sequence[str], known: Mapping[str, Any]) -> None:
             raise UsageError(f"{flag} takes no value", word, f"write {typed(right)}").instead(word, *right)
 
 
-def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
-    """Raise UsageError for an option that is given twice with a value, as one of the two would not count."""
-    before = before_dashes(args)
-    for parameter in parameters:
-        if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
-            continue
-        values = [
-            arg.partition("=")[2] or next_arg
-            for arg, next_arg in zip(before, [*before[1:], ""], strict=False)
-            if arg.startswith("-") and arg.partition("=")[0] in parameter.opts
-        ]
-        if len(values) > 1:
-            flag = max(parameter.opts, key=len)
-            raise UsageError(f"{flag} is given {len(values)} times", " ".join(args)[:200],
-                             f"give it once: `{flag} {typed(values[-1:])}`")  # fmt: skip
+def check_once(args: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that is given twice with a value, as one of the two would not count. `known`: the
+    options of the command."""
+    values: dict[str, list[str]] = {}
+    for word, after in pairwise([*before_dashes(args), ""]):
+        flag, _, value = word.partition("=")
+        if takes_value(flag, known) and not known[flag].multiple:
+            values.setdefault(max(known[flag].opts, key=len), []).append(value or after)
+    for flag, given in values.items():
+        if len(given) > 1:
+            raise UsageError(f"{flag} is given {len(given)} times", " ".join(args)[:200],
+                             f"give it once: `{flag} {typed(given[-1:])}`")  # fmt: skip
 
 
 def check_command(word: str, commands: Mapping[str, str], *, alone: bool) -> None:

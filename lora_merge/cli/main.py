@@ -101,7 +101,7 @@ class Commands(TyperGroup):
 
             check_line(command, args, self.commands)
         check_values(args, known)
-        check_once(args, self.commands[command].params)
+        check_once(args, known)
 
     def _suggest(self, args: list[str]) -> None:
         """Raise UsageError for a first word that is neither file nor command, or for a command after its options."""

@@ -134,10 +134,10 @@ class Syntax(NamedTuple):
         if name in OUR_OPTIONS and not writes:  # a field of the jobs file of `batch`
             return self.name != "batch"
         ours = name[2:].replace("-", "_") in COMMANDS[MERGE].options
-        unknown = (
-            re.match("--|-[A-Za-z]$", option) is not None and not ours and not alike(name, [*self.known, "--help"])
-        )
-        return unknown or meaning_of(option, [*self.known, name] if ours else self.known) is not None
+        is_option = re.match("--|-[A-Za-z]$", option) is not None
+        if is_option and not ours and not alike(name, [*self.known, "--help"]):
+            return True
+        return meaning_of(option, [*self.known, name] if ours else self.known) is not None
 
     @property
     def merges(self) -> bool:
@@ -165,8 +165,8 @@ class TypedLine:
     last_file: str = ""
     """The word before the next one, if it names a file."""
 
-    def take(self, args: Sequence[str]) -> TypedLine:
-        """Return itself with the words of a line; NotClear for an option of ours without its value."""
+    def take(self, args: Sequence[str]) -> None:
+        """Take the words of a line; NotClear for an option of ours without its value."""
         for option, values in by_option(args):
             form, advice = self._form(option) if option else ("", "")
             if option and values:
@@ -186,7 +186,6 @@ class TypedLine:
             else:
                 rest = self._take_value(option, form, advice, values)
             self._take_words("", "", "", rest)
-        return self
 
     def _form(self, option: str) -> tuple[str, str]:
         """Return the form of an option, and the advice on it."""
@@ -236,20 +235,19 @@ class TypedLine:
 
     def _agreed_file(self, option: str, form: str, advice: str, value: str) -> tuple[str, str]:
         """Return what `_agreed` returns, if the option may be one for a file."""
-        if form == Role.JOBS or (
-            not self.syntax.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
-        ):  # of batch
+        of_batch = not self.syntax.options and value.endswith((*JOBS_ENDINGS, ".json", ".jsonl"))
+        if form == Role.JOBS or of_batch:
             return (Role.NOT_CLEAR if self.syntax.options else ""), advice
         is_file = exists(with_found_ending(value))
         plain = not is_file and (bool(numbers_in(value)) or value.lower() in SWITCHED)
         if form == Role.ADAPTERS and is_file and expand(value).is_dir() and opened(value) is None:  # with several files
             return Role.LEFT_OUT, ONE_BY_ONE
         other = re.search(r"\.[a-z]{2,5}$", value) and not value.endswith(ENDINGS)  # x.log
-        of_file = form in (Role.BASE, Role.MODEL, Role.TUNED, Role.ADAPTERS) and not is_file
+        of_file = form in (*OF_MODELS, Role.MODEL, Role.ADAPTERS) and not is_file
         of_file = of_file and (not self._may_name(option, [value]) or bool(other))
         if hyphened(option) not in self.syntax.known and (of_file or (plain and form in ("-o {}", Role.ADAPTERS))):
             return Role.LEFT_OUT, NOT_KNOWN
-        if form in (Role.BASE, Role.TUNED) and self.syntax.name in ("inspect", "compare", "parts", "unmerge"):
+        if form in OF_MODELS and self.syntax.name in ("inspect", "compare", "parts", "unmerge"):
             return "", advice
         if form == Role.BASE and self.syntax.required < 2:  # of replay, unmerge
             raise NotClear(option)
@@ -303,9 +301,8 @@ class TypedLine:
             self.settings.append(Setting(f"{option} {value}", ("--strength-for", value)))
         presets = PRESETS if part == BLOCK_WEIGHTS else ()
         numbers = [*takewhile(lambda word: (numbers_in(word) or word in presets) and not exists(word), values)]
-        part = part_of(option) or part
         stated = (TypedStrength(f"{option} {value}", value, self.last_file) for value in numbers)
-        self.strengths[part] += stated
+        self.strengths[part_of(option) or part] += stated
         if not numbers and not by_name:
             return self._leave_out(option, Role.NOT_CLEAR, advice, values)
         return values[len(numbers) + len(by_name) :]
