@@ -56,9 +56,6 @@ from .typed_line import (
     right_value,
 )
 
-EVERY_HAS_ONE: Final = "every adapter has a strength"
-"""Why strengths behind those of all adapters are left out."""
-
 FEW: Final = 4
 """Numbers in one word that may be strengths of adapters."""
 
@@ -145,27 +142,27 @@ def _take_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> tuple[
     values = _values([s.value for s in stated], adapters)
     if values and not reading.syntax.weighted and "strength" not in reading.syntax.options:
         raise NotClear(values[0])
-    receivers = _receivers(stated, len(values), adapters, [file for file in adapters if not file.strength])
-    repeated = 0 < len(values) < len(receivers)
-    if repeated and reading.syntax.weighted:
+    given = _given(reading, stated, values, adapters, [file for file in adapters if not file.strength])
+    if len(values) < len(given) and reading.syntax.weighted:
         raise NotClear(values[-1])
-    _leave_out(reading, values[len(receivers) :], EVERY_HAS_ONE)
-    for file, value in zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False):
+    for file, value in given:
         if file.strength and float(file.strength) != float(value):
             reading.remark("conflict", f"{file.path} has two strengths, {file.strength} and {value}")
         file.take_strength(value)
-    return len(values), repeated
+    return len(values), len(values) < len(given)
 
 
-def _receivers(
-    stated: Sequence[TypedStrength], count: int, adapters: Sequence[TypedFile], bare: Sequence[TypedFile]
-) -> Sequence[TypedFile]:
-    """Return the adapters whose strengths these are, in order: all of them; those right before the strengths; or those
-    without a strength. `count`: of the strengths."""
-    named = {s.after for s in stated} - {""}
-    if count == len(stated) == len(named) < len(adapters):  # one 0.8 two
-        return [file for file in adapters if file.word in named or file.path in named]
-    return adapters if count == len(adapters) else bare
+def _given(
+    reading: TypedLine, stated: Sequence[TypedStrength], values: list[str], adapters: Sequence[TypedFile],
+    bare: Sequence[TypedFile],
+) -> list[tuple[TypedFile, str]]:  # fmt: skip
+    """Return the adapters whose strengths these are, each with its value, in order: all of them; those right before the
+    strengths; or the bare ones. The last value is for all that follow, and further ones are left out."""
+    named, receivers = {s.after for s in stated} - {""}, adapters if len(values) == len(adapters) else bare
+    if len(values) == len(stated) == len(named) < len(adapters):  # one 0.8 two
+        receivers = [file for file in adapters if file.word in named or file.path in named]
+    _leave_out(reading, values[len(receivers) :], "every adapter has a strength")
+    return [*zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False)]
 
 
 def _fit_parts(reading: TypedLine, base: TypedFile, adapters: Sequence[TypedFile]) -> None:
@@ -206,18 +203,17 @@ def _take_part_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> l
         if reading.syntax.weighted or not adapters:
             reading.remarks += [Remark("unclear", s.typed, STRENGTH_FORMS) for s in stated]
             continue
-        receivers = _receivers(stated, len(values), adapters, adapters)
         if len(adapters) == 1 and len(stated) == len(values) > 1 and len({*values}) > 1:
             reading.remark("conflict", f"{stated[-2].typed} and {stated[-1].typed} contradict each other")
             values = values[-1:]
-        _leave_out(reading, values[len(receivers) :], EVERY_HAS_ONE)
-        typed = [file for file in receivers if f",{part}=" in file.parts]
+        given = _given(reading, stated, values, adapters, adapters)
+        typed = [file for file, _ in given if f",{part}=" in file.parts]
         reading.remarks += [Remark("conflict", f"{file.path} has two strengths of {part}") for file in typed]
         whole = all(file.strength in ("", "1") for file in adapters) and not typed
-        if len(values) == 1 and len(receivers) == len(adapters) and whole:
+        if len(values) == 1 and len(given) == len(adapters) and whole:
             settings.append(Setting(stated[-1].typed, ("--strength-for", f"{part}={values[0]}")))
             continue
-        for file, value in zip(receivers, [*values, *values[-1:] * len(receivers)], strict=False):
+        for file, value in given:
             file.of_parts[part] = value
     for file in adapters:
         file.apply_parts({s.words[1].partition("=")[0] for s in settings})
