@@ -31,12 +31,12 @@ from .reports import (
     broken_jobs,
     echo,
     failure,
-    indented,
     planned_job,
     put,
     show_batch,
     show_lines,
     show_remarks,
+    with_error,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _dry_run(planned: Batch, file: ReportFile | None, *, as_json: bool, quiet: b
     from ..batch.batch_plan import disk_rooms
     from ..batch.job_plan import job_plans
 
-    named: dict[str, int] = {}  # error → number of the first job that has it
+    failures: dict[str, int] = {}
     workers = planned.workers.count or 1
     disks = [*disk_rooms(planned.planned, workers)]
     lines = [plan.to_json() for plan in job_plans(planned.planned, workers)]
@@ -205,11 +205,7 @@ def _dry_run(planned: Batch, file: ReportFile | None, *, as_json: bool, quiet: b
         put(Lines.of(lines))
     for s in planned.planned if not as_json else ():
         if not quiet or s.error is not None:
-            first = named.setdefault(str(s.error), s.entry.number)
-            again = s.error is not None and first != s.entry.number
-            echo(planned_job(s, len(planned.planned)) + (f"  for the same reason as [{first}]" if again else ""))
-            if s.error is not None and not again:
-                echo(indented(s.error))
+            echo(with_error(planned_job(s, len(planned.planned)), s.error, s.entry.number, failures))
     if not (as_json or quiet):
         _show_downloads(planned, echo)
         echo(announced(planned))

@@ -424,7 +424,7 @@ class BatchDisplay:
     total: int
     quiet: bool
     _skipped: int = 0
-    _failures: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
+    _failures: dict[str, int] = field(default_factory=dict)  # see `with_error`
 
     def end(self, job: JobReport) -> None:
         """Print how a job has ended."""
@@ -452,12 +452,7 @@ class BatchDisplay:
         head = f"[{job.number}/{self.total}] {job.status}  {nearest(job.output)}"
         if job.report is not None:
             head += f"  {size(job.report.written)} in {job.seconds:.1f} s"
-        if job.error is None:
-            return head
-        first = self._failures.setdefault(str(job.error), job.number)
-        if first != job.number:
-            return f"{head}  for the same reason as [{first}]"
-        return Lines(f"{one_line(head)}\n{indented(job.error)}")
+        return with_error(head, job.error, job.number, self._failures)
 
 
 def _rows(job: JobReport) -> Iterator[Fact]:
@@ -471,9 +466,14 @@ def _rows(job: JobReport) -> Iterator[Fact]:
         yield from adapter_rows(vars(job.report))
 
 
-def indented(error: Exception) -> Lines:
-    """Return an error as the lines below that of its job."""
-    return Lines.of(f"    {row}" for row in f"error: {error}".splitlines())
+def with_error(head: str, error: Exception | None, number: int, failures: dict[str, int]) -> str:
+    """Return the line of a job, with its error below it unless a job before it has the same. `failures`: error →
+    number of the first job that has it."""
+    if error is None:
+        return head
+    if (first := failures.setdefault(str(error), number)) != number:
+        return f"{head}  for the same reason as [{first}]"
+    return Lines.of([head, *(f"    {row}" for row in f"error: {error}".splitlines())])
 
 
 def announced(planned: Batch) -> str:

@@ -18,14 +18,15 @@ from ..errors import MergeError, UsageError, as_resource_error, cause, failure
 from ..paths import exists, expand, is_folder, real_path
 from ..text import CONTROLS, json_text, one_line
 
-ENDINGS: Final = {"--report": (".json", ".jsonl"), "--html": (".html",), "--plot": (".png", ".svg", ".pdf")}
-"""Option → endings of its file."""
+KINDS: Final = {
+    "--report": ((".json", ".jsonl"), (b"{", b"[")),
+    "--html": ((".html",), (b"<",)),
+    "--plot": ((".png", ".svg", ".pdf"), (b"\x89PNG", b"<", b"%PDF")),
+}
+"""Option → endings of its file, and the beginnings of such files; other files are not written over."""
 ESCAPED: Final = "lora_merge.escaped"
 REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
 """The beginning of the reports of merges."""
-
-FILE_BEGINNINGS: Final = {"--report": (b"{", b"["), "--html": (b"<",), "--plot": (b"\x89PNG", b"<")}
-"""Option → the beginnings of files of its kind; other files are not written over."""
 
 
 def _escaped(e: UnicodeError) -> tuple[str, int]:
@@ -199,7 +200,7 @@ class ReportFile:
     def _elsewhere(self, what: str, *, is_other: bool = False) -> UsageError:
         """Return the error about a file that no report can be, with a name in the current folder that can. `is_other`:
         whether it is another file of the command, whose name stays."""
-        endings = ENDINGS[self._flag]
+        endings, _ = KINDS[self._flag]
         ending = self.path.suffix if self.path.suffix in endings else endings[0]
         name = f"{self.path.stem or 'report'}{ending}"
         name = f"report{ending}" if is_other or is_folder(self.path) or exists(name) else name
@@ -222,7 +223,7 @@ class ReportFile:
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise self._elsewhere(f"the report would be written over {role}", is_other=True)
         start = self._start().lstrip() if self.path.is_file() and not self._streams else b""
-        if start and not start.startswith(FILE_BEGINNINGS[self._flag]):
+        if start and not start.startswith(KINDS[self._flag][1]):
             raise self._elsewhere("a file of another kind is there")
         self._spares = True
 

@@ -478,6 +478,8 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert run("compare", scene.ink, scene.oil, "--plot", tmp_path / "x.svg").code == 0
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+    (tmp_path / "x.pdf").write_bytes(b"%PDF-1.4")  # of an earlier run
+    assert run("compare", scene.ink, scene.oil, "--plot", tmp_path / "x.pdf").code == 0
 
 
 @pytest.mark.few(1)
