@@ -20,8 +20,7 @@ from ..paths import exists
 from ..progress import unwatched
 from ..recipes.commands import COMMANDS
 from ..text import Note
-from .argument_values import NamedAdapter, named_adapter, named_adapters
-from .compat import checked_output, completed
+from .argument_values import NamedAdapter, checked_output, completed, named_adapter, named_adapters
 from .help import add
 from .options import (
     AS_JSON,

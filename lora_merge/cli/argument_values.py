@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapter_arguments import OF_STEPS, of_steps, of_tags, other_spelling, right_form, stray_word, with_parts
-from ..addresses import split
+from ..addresses import parse, split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, SWITCHED, factor, number
 from ..paths import ENDINGS, WINDOWS, exists, expand, split_strength, typed, with_found_ending
-from .compat import completed
 from .corrected_line import STRENGTH_AFTER_BASE
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ _SEVERAL: Final = (
 _BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
 _BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
 _NUMBERED: Final = "([0-9]{1,4}):"
+_WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
 
 
 class NamedAdapter(NamedTuple):
@@ -339,3 +339,29 @@ def whole_number(text: str, option: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     raise UsageError(f"{text[:40]!r} is not a whole number", option, "give 1 or more")
+
+
+def completed(path: str) -> str:
+    """Return the path, with the ending of the file that is there if it lacks one; for an address the path of what it
+    leads to."""
+    if parse(path) is not None:
+        from ..sources.inputs import locate
+
+        return str(locate(path))
+    _check_drive(path)
+    return with_found_ending(path)
+
+
+def _check_drive(path: str) -> None:
+    """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
+    if not WINDOWS and (drive := re.fullmatch(_WINDOWS, path)) and not exists(path):
+        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
+        raise UsageError("a Windows path on another system", path[:200], f"under WSL it is {here[:200]}")
+
+
+def checked_output(output: str | None) -> str | None:
+    """Return the output; UsageError for "-", the output of other programs."""
+    if output == "-":
+        raise UsageError("the output is a file, not a stream", "-o -", "name it: `-o merged.safetensors`")
+    _check_drive(output or "")
+    return output

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..adapter_arguments import right_form
-from ..addresses import parse
 from ..errors import AdapterAsBase, UsageError
-from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
+from ..paths import exists, expand, split_strength, typed, with_found_ending
+from .argument_values import completed
 from .corrected_line import is_adapter, line, path_of, split_words, takes_value
 from .terminal import before_dashes
 
@@ -44,8 +44,6 @@ FOREIGN_COMMANDS: Final = {
 
 SHORT_COMMANDS: Final = MappingProxyType({"diff": "extract --algorithm full", "plan": "merge --dry-run"})
 """Word → the words that it is short for."""
-
-_WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
 
 
 def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
@@ -146,10 +144,10 @@ def check_once(args: Sequence[str], known: Mapping[str, Any]) -> None:
         flag, _, value = word.partition("=")
         if takes_value(flag, known) and not known[flag].multiple:
             values.setdefault(max(known[flag].opts, key=len), []).append(value or after)
-    for flag, given in values.items():
-        if len(given) > 1:
-            raise UsageError(f"{flag} is given {len(given)} times", " ".join(args)[:200],
-                             f"give it once: `{flag} {typed(given[-1:])}`")  # fmt: skip
+    for flag, stated in values.items():
+        if len(stated) > 1:
+            raise UsageError(f"{flag} is given {len(stated)} times", " ".join(args)[:200],
+                             f"give it once: `{flag} {typed(stated[-1:])}`")  # fmt: skip
 
 
 def check_command(word: str, commands: Mapping[str, str], *, alone: bool) -> None:
@@ -174,29 +172,3 @@ def check_command(word: str, commands: Mapping[str, str], *, alone: bool) -> Non
 
 def _first_letter_small(text: str) -> str:
     return f"{text[:1].lower()}{text[1:]}".rstrip(".")
-
-
-def completed(path: str) -> str:
-    """Return the path, with the ending of the file that is there if it lacks one; for an address the path of what it
-    leads to."""
-    if parse(path) is not None:
-        from ..sources.inputs import locate
-
-        return str(locate(path))
-    _check_drive(path)
-    return with_found_ending(path)
-
-
-def _check_drive(path: str) -> None:
-    """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
-    if not WINDOWS and (drive := re.fullmatch(_WINDOWS, path)) and not exists(path):
-        here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
-        raise UsageError("a Windows path on another system", path[:200], f"under WSL it is {here[:200]}")
-
-
-def checked_output(output: str | None) -> str | None:
-    """Return the output; UsageError for "-", the output of other programs."""
-    if output == "-":
-        raise UsageError("the output is a file, not a stream", "-o -", "name it: `-o merged.safetensors`")
-    _check_drive(output or "")
-    return output

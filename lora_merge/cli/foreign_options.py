@@ -142,17 +142,17 @@ def _take_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> tuple[
     values = _values([s.value for s in stated], adapters)
     if values and not reading.syntax.weighted and "strength" not in reading.syntax.options:
         raise NotClear(values[0])
-    given = _given(reading, stated, values, adapters, [file for file in adapters if not file.strength])
-    if len(values) < len(given) and reading.syntax.weighted:
+    pairs = _by_adapter(reading, stated, values, adapters, [file for file in adapters if not file.strength])
+    if len(values) < len(pairs) and reading.syntax.weighted:
         raise NotClear(values[-1])
-    for file, value in given:
+    for file, value in pairs:
         if file.strength and float(file.strength) != float(value):
             reading.remark("conflict", f"{file.path} has two strengths, {file.strength} and {value}")
         file.take_strength(value)
-    return len(values), len(values) < len(given)
+    return len(values), len(values) < len(pairs)
 
 
-def _given(
+def _by_adapter(
     reading: TypedLine, stated: Sequence[TypedStrength], values: list[str], adapters: Sequence[TypedFile],
     bare: Sequence[TypedFile],
 ) -> list[tuple[TypedFile, str]]:  # fmt: skip
@@ -206,14 +206,14 @@ def _take_part_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> l
         if len(adapters) == 1 and len(stated) == len(values) > 1 and len({*values}) > 1:
             reading.remark("conflict", f"{stated[-2].typed} and {stated[-1].typed} contradict each other")
             values = values[-1:]
-        given = _given(reading, stated, values, adapters, adapters)
-        typed = [file for file, _ in given if f",{part}=" in file.parts]
+        pairs = _by_adapter(reading, stated, values, adapters, adapters)
+        typed = [file for file, _ in pairs if f",{part}=" in file.parts]
         reading.remarks += [Remark("conflict", f"{file.path} has two strengths of {part}") for file in typed]
         whole = all(file.strength in ("", "1") for file in adapters) and not typed
-        if len(values) == 1 and len(given) == len(adapters) and whole:
+        if len(values) == 1 and len(pairs) == len(adapters) and whole:
             settings.append(Setting(stated[-1].typed, ("--strength-for", f"{part}={values[0]}")))
             continue
-        for file, value in given:
+        for file, value in pairs:
             file.of_parts[part] = value
     for file in adapters:
         file.apply_parts({s.words[1].partition("=")[0] for s in settings})

@@ -218,7 +218,7 @@ def refused(error: Exception, args: Sequence[str], commands: Mapping[str, Any]) 
         from ..files.file_signatures import model_as_jobs
 
         return model_as_jobs(models[0])
-    corrected = _corrected_line(error, text, command, known, words)
+    corrected = _whole_line(error, text, command, known, words)
     fix = corrected.removesuffix("; ") if corrected.startswith("write lora-merge ") else f"{corrected}{see}"
     what = f"{plural(len(extra), 'word')} too many: {' '.join(extra)}" if extra else f"{text[:1].lower()}{text[1:]}"
     return UsageError(what.rstrip("."), typed, fix)
@@ -242,7 +242,7 @@ def _model_as_adapter(command: Any, words: Sequence[str]) -> MergeError | None:
     return None
 
 
-def _corrected_line(error: Exception, text: str, command: str, known: Any, words: Sequence[str]) -> str:
+def _whole_line(error: Exception, text: str, command: str, known: Any, words: Sequence[str]) -> str:
     """Return how to correct a line that lacks a word, or has one too many: the line itself, with values as in the
     example of the command's help."""
 

@@ -14,8 +14,7 @@ from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
 from ..viewing.json_schemas import schema as version
-from .argument_values import expanded, named_adapter
-from .compat import completed
+from .argument_values import completed, expanded, named_adapter
 from .help import add, offered
 from .options import HTML, JSON_TENSORS, PLOT, SILENT, with_options
 from .progress_display import watching

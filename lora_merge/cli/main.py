@@ -27,7 +27,7 @@ from ..progress import unwatched
 from ..recipes.commands import COMMANDS
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
-from .argument_values import NamedAdapter, named_adapters, named_base
+from .argument_values import NamedAdapter, checked_output, named_adapters, named_base
 from .batch_command import batch
 from .compat import (
     PROGRAM_OPTIONS,
@@ -38,7 +38,6 @@ from .compat import (
     check_once,
     check_spaces,
     check_values,
-    checked_output,
 )
 from .corrected_line import check_fix, correct, is_clear, options_of
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text

@@ -14,7 +14,7 @@ from ..errors import MergeError
 from ..option_texts import as_number, metadata_entry, parsed_setting
 from ..options import JOB_OPTIONS, Option
 from ..paths import expand
-from .argument_values import NamedAdapter, named_parts, strengths, with_strengths
+from .argument_values import NamedAdapter, completed, named_parts, strengths, with_strengths
 from .help import UNRECORDED, offered
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def dialects(incomplete: str) -> list[str]:
 def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the parts and blocks of the base that the line names, with factor 0, for the shell's completion."""
     from ..viewing.parts import parts_of
-    from .compat import completed
 
     before, comma, word = incomplete.rpartition(",")
     base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading

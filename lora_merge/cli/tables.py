@@ -13,7 +13,7 @@ from ..options import OPTIONS
 from ..paths import expand
 from ..text import Lines, json_text, plural
 from ..viewing.json_schemas import schema
-from .compat import completed
+from .argument_values import completed
 from .help import add
 from .options import with_options
 from .reports import put

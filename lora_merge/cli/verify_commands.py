@@ -14,8 +14,7 @@ from ..progress import unwatched
 from ..recipes.commands import COMMANDS
 from ..text import json_text
 from .adapter_commands import load_torch
-from .argument_values import named_adapter
-from .compat import checked_output, completed
+from .argument_values import checked_output, completed, named_adapter
 from .help import add
 from .options import (
     AS_JSON,
