@@ -80,7 +80,7 @@ def _named_program(
     args: Sequence[str], named: Sequence[str], words: list[str], commands: Mapping[str, Any]
 ) -> Program | None:
     """Return what `program_of` returns, if a line begins with a name. `named`: its words; `words`: the other ones."""
-    kinds = [kind for word in words if not word.startswith("-") and (kind := TypedFile.of(word).kind)]
+    kinds = [kind for word in words if not word.startswith("-") and (kind := TypedFile(word).kind)]
     complete = len(kinds) > 1 and kinds[0] == "model"  # BASE ADAPTER
     command = next(filter(None, (_command_of(word, commands) for word in named)), "")
     _check_task(args, [*named, *(word for word in words if word == "--train")], complete=complete)

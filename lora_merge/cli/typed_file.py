@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ..adapter_arguments import right_form
 from ..addresses import split
+from ..errors import UsageError
 from ..options import BLOCK_WEIGHTS
 from ..paths import exists, split_strength
 from .corrected_line import opened, path_of
@@ -39,7 +41,9 @@ class TypedFile:
     @classmethod
     def of(cls, word: str, option: str = "", role: str = "") -> TypedFile:
         """Return the file of a word such as "lora:0.8,te=0"; a model has not the role of an adapter."""
-        address, file = split(word), cls(word, typed=f"{option} {word}")
+        address, file = None, cls(word, typed=f"{option} {word}")
+        with suppress(UsageError):  # the command itself reports an address that it cannot use
+            address = split(word)
         if not exists(word) and not (address and not address[1]):
             text, comma, parts = word.partition(",")
             file.path, strength = split_strength(text)
