@@ -108,6 +108,12 @@ class Module:
         """Algorithms whose required slots the module has, and that know all of the module's slots."""
         return _complete(self.algorithms, frozenset(self.slots))
 
+    @property
+    def parameter_shape(self) -> Shape | None:
+        """The shape of the parameter that it changes, as its formula shows it; None if it does not."""
+        shown = (ALGORITHMS[name].shown_shape(self.shapes) for name in self.complete)
+        return next((shape for shape in shown if shape is not None), None)
+
 
 @lru_cache(maxsize=1024)  # an adapter has thousands of modules of a few kinds
 def _complete(algorithms: tuple[str, ...], slots: frozenset[str]) -> tuple[str, ...]:
@@ -353,7 +359,11 @@ def weight_shapes(modules: Iterable[Module]) -> dict[str, Shape]:
 
 
 def weight_shape(slots: Mapping[str, Shape]) -> Shape:
-    """Return [out, in] of the weight that tensors of these shapes change; () if they do not show it."""
+    """Return [out, in] of the weight that tensors of these shapes change; () if they do not show it.
+
+    By the names of the slots alone, unlike `Module.parameter_shape`: no formula is complete in a module that has lost a
+    tensor, such as {up, down, values} of lora_sparse without its indices, but its factors show which model it is for.
+    """
     up, down = slots.get("up", ()), slots.get("down", ())
     return (up[0], down[1]) if up and len(down) > 1 else slots.get("diff", ())[:2]
 

@@ -37,7 +37,6 @@ from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import OutputModule, Place, places
 from .job import FACTORS, GIVE_BASE, WHOLE, AdapterJob
 from .output_file import NORM_ENDINGS, PAIRS
-from .output_names import shape_of
 from .sources import NO_SHAPE, NOWHERE, Sources, check_complete, on_base
 
 MODEL_COMPONENT: Final = "model"
@@ -204,8 +203,7 @@ def _changes(files: Sequence[AdapterFile]) -> list[InferredParameter]:
             raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                              GIVE_BASE)  # fmt: skip
         for module in file.modules:
-            shape = shape_of(module)
-            if shape is None:
+            if (shape := module.parameter_shape) is None:
                 raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
             changes[InferredParameter(module.name, module.parameter, shape)] = None
     return [*changes]

@@ -17,12 +17,11 @@ from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..dtypes import StoredTensor
 from ..engine.combination import total
-from ..engine.fold import StackedPatch, change
-from ..engine.module_change import ModuleChange, formula_of
+from ..engine.module_change import ModuleChange, change_of_patch
 from ..engine.patch_tensors import PatchTensors
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import Placement, stage
-from ..engine.tensors import TensorCache, gathered, weight_values
+from ..engine.tensors import TensorCache, weight_values
 from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
@@ -119,20 +118,19 @@ class Evaluator:
         if row.stores == "change" and not patch.scalars and patch.magnitude is None and not piece.transposed:
             stored = _of_width(self._stored(patch)[cut], width)
             return of_adapter(whole=in_place(stored, piece.start, out, self.at))
-        low = row.low_rank
-        if low is not None and rank_of_change(patch) is not None:
-            if is_stored_pair(patch):
-                left, right = self._pair(patch)
-            else:
-                stack, base = self._staged(target, use)
-                left, right = (t[0] for t in low.factors(base, stack.tensors))
-            left, right = shortest(left, right)
+        factors = rank_of_change(patch) is not None
+        if factors and is_stored_pair(patch):
+            computed = ModuleChange(*self._pair(patch))
+        else:
+            weight = self.sources.weights.get(piece.key) or without_values(target.name, target)
+            computed = change_of_patch(patch, weight, self.tensors, self.at, factors=factors)
+        if factors:
+            left, right = shortest(*computed.factors)
             left = left[cut]
             if piece.transposed:
                 left, right = right.mT, spread(left.mT, piece)
             return of_adapter(*_in_rows(left, right, piece.start, out, width))
-        stack, base = self._staged(target, use)
-        whole = change(stack, base)[0][cut]
+        whole = computed.dense()[cut]
         whole = spread(whole.mT, piece) if piece.transposed else whole
         whole = _of_width(whole, width)
         return of_adapter(whole=RowMatrix.of(placed(whole, piece.start, out)))
@@ -142,16 +140,6 @@ class Evaluator:
         take several times the memory."""
         (slot,) = patch.shapes
         return self.tensors.fetch(patch.module.slots[slot]).reshape(patch.view.matrix)
-
-    def _staged(self, target: Target, use: PatchPart) -> tuple[StackedPatch, Tensor]:
-        """Return the tensors of a patch on all of its rows, and the weight [1, rows, cols] where the formula reads it,
-        else zeros."""
-        patch, (rows, cols) = use.patch, use.patch.view.matrix
-        weight = self.sources.weights.get(use.piece.key) or without_values(target.name, target)
-        stack = formula_of(patch, weight, self.tensors, self.at)
-        if patch.reads_base:
-            return stack, gathered(patch.view, self._whole, self.at).unsqueeze(0)
-        return stack, torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
 
     def _pair(self, patch: Patch) -> tuple[Tensor, Tensor]:
         """Return both factors of a plain LoRA, the most frequent patch by far, without the ways of the others."""
@@ -180,9 +168,6 @@ class Evaluator:
     def values(self, key: str) -> Tensor:
         """Return the values of a weight of the base."""
         return stage([self.stored_values(key)], self.at)[0]
-
-    def _whole(self, piece: RowSlice) -> Tensor:
-        return self.tensors.whole(piece.key).reshape(-1, piece.cols)
 
 
 def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> tuple[Tensor, Tensor]:

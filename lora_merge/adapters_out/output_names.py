@@ -14,7 +14,6 @@ from typing import Final, NamedTuple, TypeAlias
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.suffixes import split_parameter
 from ..adapters.training_metadata import made_for
-from ..algorithms import ALGORITHMS
 from ..dtypes import Shape, StoredTensor
 from ..errors import AmbiguousName, FitError, InputError, UsageError
 from ..files.checkpoint import Index
@@ -35,12 +34,6 @@ def body_of(name: str) -> str:
     """Return a name that all dialects with the same words share: its network, and its path with underscores."""
     network, body = prefixed(name)[-1]
     return f"{NETWORK_ALIASES.get(network, network)}/{body.replace('.', '_')}"
-
-
-def shape_of(module: Module) -> Shape | None:
-    """Return the shape of the parameter that a module changes, where its tensors show it."""
-    shown = (ALGORITHMS[name].shown_shape(module.shapes) for name in module.complete)
-    return next((shape for shape in shown if shape is not None), None)
 
 
 Joined: TypeAlias = Mapping[tuple[str, str], Sequence[tuple[int, Module]]]
@@ -117,7 +110,8 @@ def _is_one_layout(changes: Sequence[InferredParameter]) -> bool:
 
 def _changes(file: AdapterFile) -> list[InferredParameter]:
     """Return the changes of weights whose shapes an adapter shows."""
-    return [InferredParameter(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
+    shapes = ((m, m.parameter_shape) for m in file.modules)
+    return [InferredParameter(m.name, m.parameter, shape) for m, shape in shapes if shape is not None]
 
 
 def _styles(file: AdapterFile) -> Iterator[str]:
@@ -132,7 +126,7 @@ def styles_of(name: str) -> frozenset[str]:
 
 
 def _shapes(file: AdapterFile) -> dict[str, Shape]:
-    return {m.name: shape_of(m) or () for m in file.modules if m.parameter == "weight"}
+    return {m.name: m.parameter_shape or () for m in file.modules if m.parameter == "weight"}
 
 
 class Words(NamedTuple):

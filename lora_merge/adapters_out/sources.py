@@ -33,7 +33,7 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..text import Note, listed, plural, several
 from .groups import Target
 from .job import GIVE_BASE, AdapterJob
-from .output_names import body_of, joined, shape_of
+from .output_names import body_of, joined
 
 if TYPE_CHECKING:
     from ..planning.inputs import Inputs
@@ -236,7 +236,7 @@ def _joined_target(
 ) -> tuple[Target, list[tuple[str, Note]], set[str]]:  # fmt: skip
     """Return the change of one parameter by all adapters, a module and a sentence for each remark on them, and the
     user's settings that it needed."""
-    shape = next(filter(None, (shape_of(m) for _, m in members)), None)
+    shape = next(filter(None, (m.parameter_shape for _, m in members)), None)
     if shape is None:
         raise UsageError(NO_SHAPE, f"{contexts[0].adapter.path}: {name}", GIVE_BASE)
     view, uses, module_notes, used = whole(f"{body_of(name)}.{parameter}", shape), [], [], set[str]()
@@ -245,10 +245,10 @@ def _joined_target(
         try:
             patch, remarks, settings = choose(module, view, context, {parameter: view})
         except ShapeMismatch as e:
-            if shape_of(module) == shape:
+            if module.parameter_shape == shape:
                 raise FitError(e.what, e.where, e.fix) from e
             first, other = contexts[0].adapter.path, context.adapter.path
-            sizes = f"{list(shape)} in {first.name}, {list(shape_of(module) or ())} in {other.name}"
+            sizes = f"{list(shape)} in {first.name}, {list(module.parameter_shape or ())} in {other.name}"
             where = f"{first} and {other}: the weight of {module.name} is {sizes}"
             raise FitError("two adapters are for different models", where, "combine adapters of one model") from e
         if patch.reads_base or patch.base_slots or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):

@@ -1,5 +1,4 @@
-"""ΔW of one module: the input tensors of its formula alone, and the change as two factors or as a matrix, with inner
-products, singular values and spaces."""
+"""ΔW of one module alone: as two factors or as a matrix, with inner products, singular values and spaces."""
 
 from __future__ import annotations
 
@@ -10,29 +9,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..algorithms import ALGORITHMS
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
-from .fold import StackedPatch
+from .devices import place
+from .fold import change
 from .patch_tensors import PatchTensors
 from .row_blocks import BlockPart
 from .row_matrix import RowMatrix
 from .tensor_moves import DeviceStream, Placement
+from .tensors import gathered
 
 SMALL_SIDE: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
 NOISE_SHARE: Final = 1e-4
 """Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
 POWER_STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
-
-
-def formula_of(patch: Patch, weight: Weight, tensors: PatchTensors, at: Placement) -> StackedPatch:
-    """Return a patch's formula with its tensors, for all rows of its view, as the view has them: `fold.change` of it
-    and of the view's values [1, rows, cols] is ΔW at strength 1. `weight`: that of the base, or one of its shape."""
-    rows = patch.view.matrix[0]
-    alone = OutputTensor(weight.stored.name, weight.stored.name, "F64", weight, 0, 0)
-    part = BlockPart(PatchPart(patch, patch.view.row_slices[0], 0, 1.0), 0, rows, (0, rows), None, alone)
-    stack = tensors.stack([part], at, DeviceStream(at))
-    return replace(stack, rows=slice(0, rows), transposed=False, across=slice(None))
 
 
 @dataclass(frozen=True)
@@ -105,6 +97,33 @@ class ModuleChange:
         columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
         large = sizes > NOISE_SHARE * sizes[:1]
         return left @ columns[:, large], right @ rows.T[:, large]
+
+
+def change_of_patch(
+    patch: Patch, weight: Weight, tensors: PatchTensors, at: Placement | None = None, *, factors: bool = False
+) -> ModuleChange:
+    """Return ΔW of a patch at strength 1, for all rows of its view, as the view has them.
+
+    Parameters:
+        weight: The weight of the base; one of its shape if the formula does not read its values.
+        at: The placement; None: the CPU in fp32, or in fp64 for a formula that decomposes weights.
+        factors: Whether ΔW is returned as the two factors that its formula has, and not as a matrix.
+    """
+    row, (rows, cols) = ALGORITHMS[patch.algorithm], patch.view.matrix
+    at = at or place("cpu", "F64" if row.decomposes else "F32")
+    # The formula with its tensors, and the values of the view if it reads them.
+    alone = OutputTensor(weight.stored.name, weight.stored.name, "F64", weight, 0, 0)
+    part = BlockPart(PatchPart(patch, patch.view.row_slices[0], 0, 1.0), 0, rows, (0, rows), None, alone)
+    stack = tensors.stack([part], at, DeviceStream(at))
+    stack = replace(stack, rows=slice(0, rows), transposed=False, across=slice(None))
+    base = torch.zeros((), dtype=at.dtype, device=at.device).expand(1, rows, cols)
+    if patch.reads_base:
+        base = gathered(patch.view, lambda piece: tensors.whole(piece.key).reshape(-1, piece.cols), at).unsqueeze(0)
+    if not factors:
+        return ModuleChange.in_memory(change(stack, base)[0])
+    assert row.low_rank is not None, "the formula has factors"
+    left, right = row.low_rank.factors(base, stack.tensors)
+    return ModuleChange(left[0], right[0])
 
 
 def _svdvals(matrix: Tensor) -> Tensor:

@@ -14,16 +14,13 @@ from ..adapter_arguments import adapter_path
 from ..adapters.modules import AdapterFile, Module, group
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
-from ..adapters_out.output_names import shape_of
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..boundary import public
 from ..disk.reader import Reader
-from ..dtypes import Shape, flat
-from ..engine.devices import place
-from ..engine.fold import change
-from ..engine.module_change import formula_of
+from ..dtypes import Shape
+from ..engine.module_change import change_of_patch
 from ..engine.patch_tensors import PatchTensors
-from ..engine.tensor_moves import finite, host, stage
+from ..engine.tensor_moves import finite, host
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import InputError, TooLarge, UsageError, misfit
@@ -122,7 +119,6 @@ class LoadedAdapter(Shown):
             base_weight = torch.zeros(self._shape(module))
         check_weight(base_weight)
         shape = tuple(base_weight.shape)
-        rows, cols = flat(shape)
         view = whole("weight", shape)
         settings = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
         layers = BaseLayers((), lambda _: False, lambda: [ModuleMatch(module, view, None)])
@@ -131,25 +127,22 @@ class LoadedAdapter(Shown):
         if unread and (patch.reads_base or patch.base_slots or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes)):
             kind = patch.algorithm if patch.magnitude is None else "DoRA"
             raise UsageError(f"ΔW of {kind} depends on the base's weight", f"{self.path}: {name}", GIVE_WEIGHT)
-        at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
+        weight = Weight(shape, index_of("weight", {"weight": base_weight}).tensors["weight"])
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = TensorCache(reader, frozenset(self.file.index.files))
-            weight = Weight(shape, index_of("weight", {"weight": base_weight}).tensors["weight"])
-            tensors, turned = PatchTensors(factors.fetch, {"weight": weight}), patch.view.row_slices[0].transposed
-            values = stage([base_weight.reshape(rows, cols)], at)
             try:
-                delta = change(formula_of(patch, weight, tensors, at), values.mT if turned else values)[0]
+                change = change_of_patch(patch, weight, PatchTensors(factors.fetch, {"weight": weight})).dense()
             except DoesNotFit as e:
                 raise misfit(f"{self.path}: {name}", e) from e
-            result = host((delta.t() if turned else delta).reshape(shape), torch.float32)
+            turned = patch.view.row_slices[0].transposed
+            result = host((change.t() if turned else change).reshape(shape), torch.float32)
         if not finite(result).all() and finite(base_weight).all():
             raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")
         return result
 
     def _shape(self, module: Module) -> Shape:
         """Return the shape of the weight that a module changes; UsageError if its tensors do not show it."""
-        shape = shape_of(module)
-        if shape is None:
+        if (shape := module.parameter_shape) is None:
             raise UsageError("the module's tensors do not show the shape of the weight", f"{self.path}: {module.name}",
                              GIVE_WEIGHT)  # fmt: skip
         return shape

@@ -14,13 +14,14 @@ from torch import Tensor
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
+from ..adapters_out.groups import rank_of_change
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.reader import Reader
 from ..dtypes import Shape, StoredTensor
 from ..engine.change_norms import Replacement, factored, replacements, runs, values
 from ..engine.devices import place
-from ..engine.fold import StackedPatch, change, new_weights
-from ..engine.module_change import ModuleChange, formula_of
+from ..engine.fold import new_weights
+from ..engine.module_change import ModuleChange, change_of_patch
 from ..engine.patch_tensors import PatchTensors
 from ..engine.row_blocks import Block, block
 from ..engine.row_blocks import blocks as cut_into_blocks
@@ -30,7 +31,6 @@ from ..errors import MergeError, TooLarge, misfit
 from ..matching.formula import AdapterContext, choose
 from ..models.weights import absent_weight, whole
 from ..planning.plan import OutputTensor, Plan
-from .adapter import algorithm_of
 
 LARGEST_NORM: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
 
@@ -63,12 +63,11 @@ class ModuleChanges:
             return None
         first: StoredTensor = next(iter(module.slots.values()))
         weight = absent_weight("weight", shape, first)
-        at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
+        tensors, rank = PatchTensors(self._factors.fetch, {"weight": weight}), rank_of_change(patch)
+        smaller = rank is not None and rank < min(patch.view.matrix)  # the factors than ΔW
         try:
             with torch.no_grad():
-                stack = formula_of(patch, weight, PatchTensors(self._factors.fetch, {"weight": weight}), at)
-                nothing = torch.zeros((1, *patch.view.matrix), dtype=at.dtype)
-                delta = _factored(stack, nothing) or ModuleChange.in_memory(change(stack, nothing)[0])
+                delta = change_of_patch(patch, weight, tensors, factors=smaller)
         except DoesNotFit as e:
             raise misfit(f"{self.file.path}: {module.where}", e) from e
         self._factors.forget()
@@ -78,19 +77,11 @@ class ModuleChanges:
         return delta
 
 
-def _factored(stack: StackedPatch, weight: Tensor) -> ModuleChange | None:
-    """Return the change as two factors, if its formula is low-rank and the factors are smaller than ΔW."""
-    row = stack.algorithm
-    if row.low_rank is None:
-        return None
-    left, right = row.low_rank.factors(weight, stack.tensors)
-    return ModuleChange(left[0], right[0]) if left.shape[2] < min(weight.shape[1:]) else None
-
-
 def shape_of(module: Module) -> Shape:
-    """Return the shape of the weight that a module changes, as far as its tensors show it; () otherwise."""
-    row = ALGORITHMS.get(algorithm_of(module))
-    return () if row is None or row.layout in ("experts", "table") else row.shown_shape(module.shapes) or ()
+    """Return the shape of the weight that a module changes, if its tensors show it; () otherwise, and for the table of
+    an embedding, whose changes are not measured."""
+    table = any(ALGORITHMS[name].layout == "table" for name in module.complete[:1])
+    return () if table else module.parameter_shape or ()
 
 
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange]:
