@@ -38,7 +38,7 @@ from .change_sample import (
     sample_width,
 )
 from .devices import fallback_device, precise_at
-from .fold import new_weights
+from .fold import StackedPatch, new_weights
 from .lanes import STAGED, Call, Lanes, MemoryLimits, MemoryPolicy
 from .patch_tensors import PatchTensors
 from .requantisation import Codes, NewParts, Uncovered, recode
@@ -243,12 +243,11 @@ class BlockFolder:
         units = [task.unit for task in tasks if isinstance(task, InUnitsTask)]
         if units:
             stacks = [s.in_units(as_scalars(units, at)) for s in stacks]
-        # W', and its observers: the sample for the report, and the largest sums on the way, as terms may cancel.
-        sample = None if keep is False else sample_of(blocks, base, self.options.sampling)
-        sums = LargestSums.of(blocks, base)
-        merged = new_weights(blocks, base, stacks, *(o for o in (sums, sample) if o is not None))
-        if sums is not None:
-            stop_where(sums.cancelled)
+        merged, sample, cancelled = observed_weights(
+            blocks, base, stacks, None if keep is False else self.options.sampling
+        )
+        if cancelled is not None:
+            stop_where(cancelled)
         if units and isinstance(sample, RowSample):
             sample = replace(sample, units=units)
         return FoldedBlocks(merged, sample, merged is base)
@@ -350,6 +349,17 @@ class BlockFolder:
                 raise sum_too_large(name, values.dtype)
             counts[name] += settle(name, host(values), task.into, saturate=self.options.saturate)
         return FoldResult(+counts)
+
+
+def observed_weights(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling | None
+) -> tuple[Tensor, RowSample | RunSample | None, Tensor | None]:
+    """Return W' of blocks of one kind, as `new_weights` does, their sample for the report if there is `sampling`, and
+    whether the terms of each block cancel, if that is checked."""
+    sample = None if sampling is None else sample_of(blocks, base, sampling)
+    sums = LargestSums.of(blocks, base)
+    merged = new_weights(blocks, base, stacks, *(o for o in (sums, sample) if o is not None))
+    return merged, sample, None if sums is None else sums.cancelled
 
 
 def _summed(merged: FoldResult, sums: SharedSums) -> FoldResult:

@@ -23,12 +23,10 @@ from ..algorithms import DoesNotFit
 from ..change_statistics import Measurement
 from ..disk.pages import address
 from . import change_sample
-from .block_folder import BlockFolder
-from .cancellation import LargestSums
-from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, sample_of, suits
+from .block_folder import BlockFolder, observed_weights
+from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, suits
 from .device_memory import base_share
 from .devices import device_bytes, precise_at
-from .fold import new_weights
 from .row_blocks import block, groups
 from .stages import Buffer, WindowTask
 from .tasks import FoldResult, FoldTask, OutOfMemory
@@ -334,10 +332,9 @@ class DeviceWindows:
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
             alike = [f.block for f in stack]
-            sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.options.sampling)
-            sums = LargestSums.of(alike, base)
-            merged = new_weights(alike, base, stacked, *(o for o in (sums, sample) if o is not None))
-            flags += [] if sums is None else [sums.cancelled]
+            sampling = None if by_runs and suits(b) else self.blocks.options.sampling
+            merged, sample, cancelled = observed_weights(alike, base, stacked, sampling)
+            flags += [] if cancelled is None else [cancelled]
             row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:
                 base.copy_(merged)
