@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 from math import ldexp, nan, prod
-from typing import Final, Protocol
+from typing import Final
 
 from ..disk.reader import Reader, read_bytes
 from ..dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor
@@ -22,35 +22,14 @@ UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
 """Dtype → the dtype whose upper half it is."""
 
 
-class Values(Protocol):
-    """Access to the elements of stored tensors, in files or in memory."""
-
-    def elements(self, info: StoredTensor) -> tuple[float, ...]:
-        """Return all elements of a small tensor of any stored dtype."""
-
-    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """Return whether two tensors are equal, byte for byte."""
-
-    def differing(self, copy: StoredTensor, base: StoredTensor) -> int:
-        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
-
-    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
-
-
-def is_all_zeros(info: StoredTensor, values: Values) -> bool:
-    """Return whether all values of a tensor are zeros."""
-    return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
-
-
 class FileValues:
-    """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
+    """The values of stored tensors. A reader keeps the files open: an alpha per module makes thousands of reads."""
 
     def __init__(self, reader: Reader | None = None) -> None:
         self._reader = reader
 
     def elements(self, info: StoredTensor) -> tuple[float, ...]:
-        """See `Values.elements`."""
+        """Return all elements of a small tensor of any stored dtype."""
         if not info.nbytes:
             return ()
         raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
@@ -62,14 +41,15 @@ class FileValues:
         return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{DTYPE_ROWS[dtype].code}", raw)
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """See `Values.same`."""
+        """Return whether two tensors are equal, byte for byte."""
         sizes = ((at, min(COMPARED_BYTES, a.nbytes - at)) for at in range(0, a.nbytes, COMPARED_BYTES))
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
         )
 
     def differing(self, copy: StoredTensor, base: StoredTensor) -> int:
-        """See `Values.differing`. Rows of codes of one dtype are compared as bytes."""
+        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype. Rows
+        of codes of one dtype are compared as bytes."""
         import numpy as np
 
         cols, rows = prod(base.shape[1:]), base.shape[0]
@@ -88,7 +68,7 @@ class FileValues:
         return count
 
     def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """See `Values.zero_outside`."""
+        """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
         import numpy as np
 
         size, cols = ITEM_BYTES[info.dtype], prod(info.shape[1:])
@@ -103,6 +83,11 @@ class FileValues:
 
     def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
         return (self._reader.read if self._reader else read_bytes)(info, first, count)
+
+
+def is_all_zeros(info: StoredTensor, values: FileValues) -> bool:
+    """Return whether all values of a tensor are zeros."""
+    return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
 
 
 def _rows(info: StoredTensor, first: int, count: int) -> bytes:

@@ -38,7 +38,7 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
     """
     if index.components:
         return _of_components(index)
-    stored = {name: info for header in index.headers.values() for name, info in header.tensors.items()}
+    stored = index.stored
     layers = {
         ".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words) if word in WRAPPED_LAYERS
     }

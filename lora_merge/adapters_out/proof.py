@@ -9,7 +9,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isfinite, isnan, nan, prod, sqrt
 from pathlib import Path
@@ -145,7 +145,7 @@ class _Facts:
     job: Job
     base: Index
     weights: Mapping[str, Weight]
-    files: Sequence[Any] = field(default_factory=tuple)
+    targets: Sequence[Any] = ()
 
 
 def recomputation(

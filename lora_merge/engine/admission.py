@@ -40,7 +40,7 @@ def admit(plan: Plan, *, dry: bool = False) -> Plan:
     job = plan.job
     window_room(job)
     if text := announcement(job.output, plan.size):
-        plan = replace(plan, base=replace(plan.base, notes=(*plan.base.notes, Note(text))))
+        plan = plan.with_notes(Note(text))
     replaces = check_output(
         job.output, plan.read, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents
     )
@@ -57,7 +57,7 @@ def admit(plan: Plan, *, dry: bool = False) -> Plan:
 
 def _require_room(plan: Plan) -> None:
     """Raise ResourceError if one weight whose changes become one change takes more than the memory limit."""
-    targets = [t for f in plan.files for t in f.targets if t.combines]
+    targets = [t for t in plan.targets if t.combines]
     largest = max((b for t in targets for b in blocks(t)), key=lambda b: b.room, default=None)
     if largest is not None and largest.room > plan.job.max_memory:
         needed = f"give `--max-memory {-(-largest.room >> 20)}MiB`"
@@ -78,7 +78,7 @@ def plan_merge(job: Job, *, dry: bool = False) -> Plan:
     except MergeError as e:
         raise e.reword(with_addresses) from None
     notes = [Note(d.text()) for d in downloads_of([job]).values() if d.size] if dry else []
-    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes))) if notes else plan
+    return plan.with_notes(*notes)
 
 
 def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -> Job:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..adapters.modules import Module
-from ..adapters.tensor_values import FileValues, Values, is_all_zeros
+from ..adapters.tensor_values import FileValues, is_all_zeros
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
@@ -22,7 +22,7 @@ def check_effect(matched: Sequence[Match], measures: Measures, reader: Reader) -
     """Raise NoChange for an adapter whose measured change is 0 and whose tensors show why; that costs reads only if
     the change is 0."""
     for number, match in enumerate(matched):
-        modules = [use.patch.module for uses in match.uses.values() for use in uses]
+        modules = [part.patch.module for part in match.parts]
         if not modules or match.replaced or match.bases or not _measured_as_zero(number, measures):
             continue
         zeros = [*_zeros(modules, FileValues(reader))]
@@ -40,7 +40,7 @@ def _measured_as_zero(number: int, measures: Measures) -> bool:
     return bool(known) and sum(exact) <= ROUNDING_OF_WEIGHT * sum(m.weight for _, m in known)
 
 
-def _zeros(modules: Sequence[Module], values: Values) -> Iterator[str]:
+def _zeros(modules: Sequence[Module], values: FileValues) -> Iterator[str]:
     """Yield a tensor of zeros of each module, up to the first module without one."""
     for module in modules:
         infos = (info for info in module.slots.values() if info.dtype in FLOATS)

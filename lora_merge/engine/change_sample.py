@@ -348,7 +348,7 @@ class RowSample:
     def note_sum(self, adapter: int, merged: Tensor) -> None:
         """Record blocks [n, rows, cols] to which all changes up to those of an adapter are added."""
         before = self.work.select(0, 1).clone() if self.parts else self.work.select(0, 0)
-        take(strided(merged, self.rows[0]), self.work.select(0, 1))
+        self.note_merged(merged)
         self.parts.append(AdapterChange(adapter, self.work.select(0, 1) - before, combined=False))
 
     def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:

@@ -61,9 +61,9 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
             shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)])
         )
     if row.keeps:
-        lines = [_one_line(c) if vector else c for c in changes]
+        lines = [_viewed(c, (1, -1)) if vector else c for c in changes]
         thin = [thinned(row.keeps, c, n, seed) for c, seed in zip(lines, seeds, strict=True)]
-        changes = [_column(c, shape) for c in thin] if vector else thin
+        changes = [_viewed(c, shape) for c in thin] if vector else thin
 
     def read(rows: slice) -> Tensor:
         scaled = torch.stack([c.read(rows).mul_(s) for c, s in zip(changes, strengths, strict=True)])
@@ -76,14 +76,9 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     return RowMatrix(shape, read)
 
 
-def _one_line(vector: RowMatrix) -> RowMatrix:
-    """Return all values of a vector as one row."""
-    return RowMatrix.of(vector.dense().view(1, -1))
-
-
-def _column(line: RowMatrix, shape: tuple[int, int]) -> RowMatrix:
-    """Return the values of one row as those of a vector again."""
-    return RowMatrix.of(line.dense().view(shape))
+def _viewed(vector: RowMatrix, shape: tuple[int, int]) -> RowMatrix:
+    """Return the values of a vector in another shape: one row, or one column."""
+    return RowMatrix.of(vector.dense().view(shape))
 
 
 def total(changes: Sequence[Tensor]) -> Tensor:

@@ -318,7 +318,7 @@ class DeviceChoice(NamedTuple):
 
 def choose(plans: Sequence[Plan]) -> DeviceChoice:
     """Return the device for merges that share a base; nothing is started for that."""
-    targets = [t for p in plans for f in p.files for t in f.targets]
+    targets = [t for p in plans for t in p.targets]
     return fastest(plans[0].job.device, targets, sum(p.size for p in plans) / DISK_SPEED, threads([HOST]))
 
 

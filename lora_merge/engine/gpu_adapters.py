@@ -107,7 +107,7 @@ def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
 
 
 def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
-    return (u for p in plans for m in p.adapters for uses in m.uses.values() for u in uses)
+    return (part for p in plans for m in p.adapters for part in m.parts)
 
 
 def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:

@@ -227,7 +227,7 @@ def _measured(written: WrittenOutput) -> Sequence[Measure]:
     """Return what the merge measured of each adapter's change; nothing if the output holds what was computed, digit
     by digit: what the computation itself has lost is not seen then."""
     plan, computed = written.plan, ITEM_BYTES[COMPUTE_DTYPES[written.plan.job.compute_dtype]]
-    changed = [t.packing.encoding for f in plan.files for t in f.targets if t.uses]
+    changed = [t.packing.encoding for t in plan.targets if t.uses]
     blind = all(encoding.plain and ITEM_BYTES[encoding.title] >= computed for encoding in changed)
     return [] if blind else written.measures.of_adapters(len(plan.job.adapters))
 

@@ -118,7 +118,7 @@ class Pipeline:
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
             self.seconds, dict(sorted(results.cut.items())),
             (*merger.blocks.memory.notes, *results.notes), merger.choice.why,
-            results.measures.in_order(t.name for f in plan.files for t in f.targets),
+            results.measures.in_order(t.name for t in plan.targets),
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:

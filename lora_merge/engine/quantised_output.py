@@ -40,9 +40,7 @@ class NewCodes:
     def __init__(self, plans: Sequence[Plan], folder: BlockFolder, pool: ThreadPoolExecutor, read: Fetch) -> None:
         """`read` returns a stored tensor without caching it."""
         self.folder, self.pool, self.read = folder, pool, read
-        self._weights = [
-            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.needs_largest} for plan in plans
-        ]
+        self._weights = [{t.name: t for t in plan.targets if t.packing.encoding.needs_largest} for plan in plans]
         """For each plan the weights that have one scale, by name."""
         self._partners = [partners(weights.values()) for weights in self._weights]
         self._refitted: list[dict[str, OutputTensor]] = [{} for _ in plans]

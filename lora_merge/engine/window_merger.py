@@ -66,7 +66,7 @@ class WindowMerger:
         self.device = ",".join(str(p.device) for p in at)
         # Adapters' tensors: cached on the host, and on a GPU uploaded once.
         room = min(p.job.max_memory for p in plans) // CACHE_SHARE
-        adapter_files = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
+        adapter_files = frozenset(f for p in plans for f in p.adapter_files)
         self.cache = TensorCache(reader, adapter_files, room)
         self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
         unit = 1 << (pinned_bytes(job) // PINNED_UNITS).bit_length() - 1  # as torch pins memory in powers of two
@@ -76,7 +76,7 @@ class WindowMerger:
         cache = DeviceCache(min(CACHED_VALUES, room // (4 * CACHE_SHARE)))
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
         # What folds: block by block, and on a GPU whole windows.
-        changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
+        changed = checked(t.name for t in plans[0].targets if t.uses)
         self.blocks = BlockFolder(at, tensors, self.pool, FoldOptions.of(job, at, 2 * unit, changed))
         self.blocks.memory.notes += passed_over(self.choice.device, dtype)
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if uploaded else None
@@ -114,8 +114,7 @@ class WindowMerger:
             started = [*self.whole.begin(task, fold_task)]
             rest = [f for f in started if isinstance(f, Fold)]
             task.under_way.extend(f for f in started if not isinstance(f, Fold))
-        for future in self.blocks.begin([fold_task(f) for f in rest]):
-            task.under_way.append(future)
+        task.under_way.extend(self.blocks.begin([fold_task(f) for f in rest]))
         if firsts := [f.block.target for f in rest if f.block.begins]:
             task.under_way.append(self.pool.submit(self.blocks.norms, firsts))
 
@@ -136,8 +135,8 @@ class WindowMerger:
         spool, measures, uncovered = results.spool, results.measures, results.uncovered
         if self.whole is not None:
             measures.take(self.whole.measured(number))
-        targets = (t for f in plan.files for t in f.targets)
-        measures.take(replaced_measures(replacements(targets, plan.base, plan.adapters), self.cache.read))
+        replaced = replacements(plan.targets, plan.base, plan.adapters)
+        measures.take(replaced_measures(replaced, self.cache.read))
         if spool.empty and not uncovered:
             return ()
         # The parts next to codes, of all windows.
@@ -180,7 +179,7 @@ class WindowMerger:
 
 def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
     """Yield a note for the user if a weight needs a larger scale than before, and servers read others with it."""
-    joined = partners(t for f in plan.files for t in f.targets) if grown else {}
+    joined = partners(plan.targets) if grown else {}
     for name in sorted(joined.keys() & grown)[:1]:
         others = listed([t.name for t in joined[name] if t.name != name])
         yield Note(

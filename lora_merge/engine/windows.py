@@ -234,7 +234,7 @@ def buffer_bytes(plan: Plan) -> int:
 
 def _widening(plan: Plan) -> float:
     """Return the largest ratio of bytes read to bytes written of all tensors that are converted; at least 1."""
-    stored_anew = [t for f in plan.files for t in f.targets if not t.copied]
+    stored_anew = [t for t in plan.targets if not t.copied]
     pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in stored_anew}
     return max([1.0, *(_width(read) / _width(written) for read, written in pairs)])
 

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..paths import exists, is_folder, is_index, is_split, of_index
 from ..text import Note, listed, quoted, shown
 from .encodings.base import Packing
-from .file_signatures import missing
+from .file_signatures import begins_with, missing
 from .folder_layouts import (
     FOLDER_CONFIGS,
     PEFT_PREFIX,
@@ -108,6 +108,10 @@ class Index:
     def stored(self) -> Mapping[str, StoredTensor]:
         """Return the tensors with the names of the files."""
         return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
+
+    def with_notes(self, *notes: Note) -> Index:
+        """Return the same checkpoint with further messages for the user."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def recognised(self) -> Index:
         """Return the same checkpoint with the names and shapes of quantised weights as the model knows them."""
@@ -242,7 +246,7 @@ def _of_model(path: Path, config: dict[str, Any], index: Index) -> Index:
     for name in SIDES:
         if (path / name).is_file():
             config = dict(with_side_file(config, name, read_json(path / name), index.tensors))
-    return replace(index, config=config, notes=(*index.notes, *smoothed(config, path))).recognised()
+    return replace(index, config=config).with_notes(*smoothed(config, path)).recognised()
 
 
 def _component(path: Path) -> Index:
@@ -354,16 +358,15 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
         raise bad_index(weights.index, f"{listed(map(quoted, wrong), 3)} is not in the file that it names")
     unlisted = [n for n in index.tensors if n not in table]
     if unlisted:
-        note = Note(f"{weights.index.name} does not list {listed(unlisted, 3)}")
-        index = replace(index, notes=(*index.notes, note))
+        index = index.with_notes(Note(f"{weights.index.name} does not list {listed(unlisted, 3)}"))
     # Further shards of the model, or of an earlier export.
     same, other = unnamed(weights, table.values())
     if same and weights.suffix != "safetensors":
         raise bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
     for shards, what in ((same, "copied as they are"), (other, "of another count, not copied")):
         if shards:
-            note = Note(f"{weights.index.name} does not name {listed(f.name for f in shards)}: {what}")
-            index = replace(index, notes=(*index.notes, note))
+            some = listed(f.name for f in shards)
+            index = index.with_notes(Note(f"{weights.index.name} does not name {some}: {what}"))
     return replace(index, index_files=(weights.index,), unnamed=tuple(same))
 
 
@@ -397,11 +400,10 @@ def read_header(path: Path) -> Header:
     """Return the header of a .safetensors or GGUF file or a pickle; the first bytes decide, not the name."""
     with open_regular(path) as f:
         start = f.read(64)
-    # A safetensors header of 0x…0280 bytes begins like a pickle; the brace after its length shows which it is.
-    if (start.startswith(PICKLED) and start[4:9] != b"\0\0\0\0{") or PICKLED_AS_TEXT.match(start):
+    if begins_with(start, PICKLED) or PICKLED_AS_TEXT.match(start):
         from .pickles import read_pickled  # imports torch
 
         return read_pickled(path)
-    if start.startswith(MAGIC) and start[4:9] != b"\0\0\0\0{":
+    if begins_with(start, MAGIC):
         return parse_gguf(path)
     return parse_file(path)

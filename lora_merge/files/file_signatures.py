@@ -226,6 +226,12 @@ def not_weights(path: Path) -> UsageError:
     )
 
 
+def begins_with(start: bytes, magic: bytes | tuple[bytes, ...]) -> bool:
+    """Return whether a file begins with the first bytes of another format than safetensors, whose header of 0x…0280
+    bytes begins like a pickle; the brace after its length shows which it is."""
+    return start.startswith(magic) and start[4:9] != b"\0\0\0\0{"
+
+
 def refusal(path: Path, start: bytes, size: int, why: str) -> MergeError:
     """Return the error for a file of `size` bytes that begins with `start` and is not a safetensors file."""
     if path.suffix.lower() in JOBS_ENDINGS:
@@ -235,7 +241,7 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> MergeError:
     if not any(start):
         return InputError("the file contains only zeros", str(path), "download it again; it was never completed")
     for magic, what, fix in MAGIC_BYTES:
-        if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
+        if begins_with(start, magic):
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
     if not start.strip(TEXT_BYTES):
         why = f"it is text, {quoted(start.decode('ascii'))}"

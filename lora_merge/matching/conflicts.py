@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..errors import FitError, InputError
 from ..job import Adapter, Job
@@ -94,7 +94,7 @@ def _apart(first: range | None, second: range | None) -> bool:
 class DuplicateCheck:
     """The rows of the base that one adapter changes so far, with the patch of each."""
 
-    def __init__(self, path: Path, values: Values) -> None:
+    def __init__(self, path: Path, values: FileValues) -> None:
         self._path, self._values = path, values
         self._groups: dict[str, tuple[Ranges[_RowGroup], dict[RowSlice, _RowGroup]]] = {}  # base key → patches by rows
 
@@ -187,7 +187,7 @@ class _ChangedRows:
         return before > 0 and stops[before - 1] > piece.start
 
 
-def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values: Values) -> None:
+def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values: FileValues) -> None:
     """Raise FitError if adapters cannot be added: they replace one parameter, or were trained on different values."""
     _check_same_values(adapters, matches, values)
     # A parameter that one adapter replaces is changed by no other, and by itself only with what PEFT adds to values.
@@ -209,7 +209,7 @@ def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values:
                            "merge the adapters one after the other, the one that makes it larger last")  # fmt: skip
 
 
-def _check_same_values(adapters: Sequence[Adapter], matches: Sequence[Match], values: Values) -> None:
+def _check_same_values(adapters: Sequence[Adapter], matches: Sequence[Match], values: FileValues) -> None:
     """Raise FitError if two adapters store different values of a tensor of the base."""
     for adapter, match in zip(adapters, matches, strict=True):
         for key, info in match.bases.items():

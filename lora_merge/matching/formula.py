@@ -37,7 +37,7 @@ from ..adapters.network_settings import Statement, aside_remark, statement
 from ..adapters.peft.methods import SHARED_SLOTS_OF_ROW
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import MLX_EMBEDDINGS
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..algorithms.base import LAYER_SLOT, expect
 from ..dtypes import WHOLE_DTYPES, Shape, StoredTensor, flat, spoken
@@ -121,7 +121,7 @@ class AdapterContext:
     number: int  # position among the job's adapters
     adapter: AdapterFile
     rules: PeftRules
-    values: Values
+    values: FileValues
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json of the base
     model: str = ""  # architecture or model type of the base
     user_settings: Mapping[str, Any] = field(default_factory=dict)  # of --setting
@@ -295,7 +295,8 @@ class Site(NamedTuple):
             selected = self.rules.algorithm(self.module.name, complete, self.view, self.context.model)
         except DoesNotFit as e:
             raise ShapeMismatch(LACKS_FACTS, f"{self.where} {shapes_of(self.module)}: {e}", FROM_THE_TRAINING) from e
-        if selected is not None and ALGORITHMS[selected].layout == "experts" and self._has_stack:
+        stack = len(self.module.shapes.get("up", ())) == 3
+        if selected is not None and ALGORITHMS[selected].layout == "experts" and stack:
             # Other programs store the same factors as stacks, under PEFT's names.
             return CandidateRows([name for name in complete if ALGORITHMS[name].layout == "experts"], None)
         if selected is not None:
@@ -306,10 +307,6 @@ class Site(NamedTuple):
         names, stored = complete if selected is None else (selected,), self.module.slots.keys()
         left = [name for name in names if ALGORITHMS[name].required <= stored or not self._lacking(name)]
         return CandidateRows(left, selected)
-
-    @property
-    def _has_stack(self) -> bool:
-        return len(self.module.shapes.get("up", ())) == 3
 
     def _lacking(self, formula: str) -> list[str]:
         """Return the required slots of a formula that neither the file has nor the base fills."""
@@ -605,7 +602,7 @@ FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (
 """The filters of one formula on one view of the weight, in order; each may use what the filters before it decided."""
 
 
-def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
+def repeated(module: Module, path: Path, values: FileValues) -> Iterator[str]:
     """Yield the slots that have several equal tensors; InputError for tensors that are not equal."""
     for slot, other in module.repeated:
         if not _same(slot, module.shared[slot], other, values):
@@ -614,7 +611,7 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
         yield slot
 
 
-def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) -> bool:
+def _same(slot: str, first: StoredTensor, second: StoredTensor, values: FileValues) -> bool:
     """Return whether two tensors of one slot are equal: single values as numbers, others byte for byte.
 
     Magnitudes must also be of the same axis, as [out] and [out, 1] are.

@@ -19,7 +19,7 @@ from ..adapters.network_settings import rules_of
 from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..dtypes import Shape, StoredTensor
 from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
@@ -80,7 +80,7 @@ class KnownBase(NamedTuple):
 
 
 def adapter_context(  # noqa: PLR0913, PLR0917  # an adapter, a base and the user's settings
-    number: int, adapter: AdapterFile, values: Values, base: Index, names: Names, settings: Mapping[str, Any]
+    number: int, adapter: AdapterFile, values: FileValues, base: Index, names: Names, settings: Mapping[str, Any]
 ) -> AdapterContext:
     """Return the facts about an adapter that are known without the base's tensors. `number`: its position among those
     of the job."""
@@ -199,8 +199,7 @@ class ModuleMatcher:
         )  # fmt: skip
         raise_problems(match, self.names, draft.failures, draft.unfit, unmatched)
         if not (draft.replaced or self.stored.bases):
-            patches = (use.patch for uses in draft.uses.values() for use in uses)
-            check_scales(patches, self.path, self.context.rules)
+            check_scales((part.patch for part in match.parts), self.path, self.context.rules)
         # Separate the head from the embeddings if the adapter changes one of them.
         match = separate(self.pair, draft.ends, match, self.strengths, unmatched)
         # The notes: on the variant of the model, on single modules, on new tensors.

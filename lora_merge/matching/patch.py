@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -93,9 +93,14 @@ class Match:
     untied: str = ""  # stored head that was equal to the embeddings and now differs
 
     @property
+    def parts(self) -> Iterator[PatchPart]:
+        """The parts of all patches, tensor by tensor."""
+        return (use for uses in self.uses.values() for use in uses)
+
+    @property
     def algorithms(self) -> tuple[str, ...]:
         """The algorithms in use, the most frequent first."""
-        counts = Counter(u.patch.algorithm for uses in self.uses.values() for u in uses)
+        counts = Counter(part.patch.algorithm for part in self.parts)
         return (*(name for name, _ in counts.most_common()), *(["replacement"] if self.replaced else []))
 
     @property

@@ -25,7 +25,7 @@ from typing import Final
 from ..adapters.kohya_args import DYLORA, SPLIT
 from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..dtypes import StoredTensor
 from ..models.fused_weights import Split, agreed
@@ -162,7 +162,7 @@ def as_trained(
     return replace(patch, scalars={**patch.scalars, "scale": patch.scalars["scale"] * n}), remarks
 
 
-def _looks_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
+def _looks_split(up: StoredTensor, fused: Sequence[int], values: FileValues) -> bool:
     """Return whether the first and the last row are zero outside their own layer's columns; a cheap test."""
     rows, rank = up.shape[0], prod(up.shape[1:])
     r = rank // len(fused)
@@ -173,7 +173,7 @@ def _looks_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool
     )  # fmt: skip
 
 
-def _is_split(up: StoredTensor, fused: Sequence[int], values: Values) -> bool:
+def _is_split(up: StoredTensor, fused: Sequence[int], values: FileValues) -> bool:
     """Return whether the rows of every layer are zero outside its own columns."""
     r = prod(up.shape[1:]) // len(fused)
     bounds = pairwise([0, *accumulate(fused)])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import split_parameter
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..dtypes import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
@@ -143,7 +143,7 @@ def _copies(
             yield info, weight
 
 
-def _difference(copy: StoredTensor, weight: StoredTensor, values: Values) -> str:
+def _difference(copy: StoredTensor, weight: StoredTensor, values: FileValues) -> str:
     """Return the sentence on how a copy differs from the base's tensor; "" if it is equal."""
     if copy.shape != weight.shape:
         return f"{weight.name}: {weight.shape[0]} rows become {copy.shape[0]}"

@@ -5,7 +5,7 @@ A value, with its bias, may have more or fewer rows than the base's, as embeddin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Final
 from ..adapters.modules import Module
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
-from ..adapters.tensor_values import Values, is_all_zeros
+from ..adapters.tensor_values import FileValues, is_all_zeros
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
 from ..dtypes import WHOLE_DTYPES, StoredTensor, flat
@@ -51,7 +51,7 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
     return replace(module, slots={**module.slots, **slots}) if slots else module
 
 
-def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
+def is_zero(module: Module, base: StoredTensor | None, values: FileValues) -> bool:
     """Return whether the module adds zeros to a tensor of whole numbers, such as a counter, or to an absent one.
 
     `base`: the base's tensor; None if it has none."""
@@ -61,7 +61,7 @@ def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
     return is_all_zeros(info, values)
 
 
-def is_copy(info: StoredTensor, base: StoredTensor, values: Values) -> bool:
+def is_copy(info: StoredTensor, base: StoredTensor, values: FileValues) -> bool:
     """Return whether a tensor equals the base's tensor."""
     return info.shape == base.shape and not values.differing(info, base)
 
@@ -75,7 +75,7 @@ def as_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     return replace(module, slots=slots), WeightView(view.row_slices, view.matrix)
 
 
-def is_fixed(info: StoredTensor, view: WeightView, base: StoredTensor, values: Values, strength: float) -> bool:
+def is_fixed(info: StoredTensor, view: WeightView, base: StoredTensor, values: FileValues, strength: float) -> bool:
     """Return whether a value takes the place of a whole tensor of the base as it is, or not at all: at strength 1, and
     whole numbers that have no halfway, such as a counter, or that are the base's."""
     (piece, *others), fits = view.row_slices, (len(info.shape), *info.shape[1:]) == (len(base.shape), *base.shape[1:])
@@ -92,7 +92,10 @@ def replace_in_turn(matches: Sequence[Match], base: Mapping[str, StoredTensor]) 
     A value is left out if later adapters only replace it. If an adapter also changes the parameter, the value becomes
     a change, W' = W + (V − W), because formulas read the weight before and after it.
     """
-    read = [{*match.uses, *_read_besides(match)} for match in matches]
+    read = [  # what formulas read: the weights that they change, and others
+        {*match.uses, *(p.key for part in match.parts for v in part.patch.base_slots.values() for p in v.row_slices)}
+        for match in matches
+    ]
     in_turn = []
     for number, match in enumerate(matches):
         uses, replaced, unused = dict(match.uses), dict(match.replaced), dict(match.unused)
@@ -120,12 +123,6 @@ def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor]
                 uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
         as_changes.append(replace(match, uses=uses, replaced=replaced))
     return as_changes
-
-
-def _read_besides(match: Match) -> Iterator[str]:
-    """Return the keys of the tensors that an adapter's formulas read in addition to the weights that they change."""
-    views = (view for uses in match.uses.values() for use in uses for view in use.patch.base_slots.values())
-    return (piece.key for view in views for piece in view.row_slices)
 
 
 def _as_change(key: str, info: StoredTensor, number: int) -> PatchPart:

@@ -28,7 +28,7 @@ from typing import Final
 from ..adapters.modules import WRAPPED_LINEAR, AdapterFile, Module
 from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, COUNT
 from ..algorithms.base import LAYER_SLOT
 from ..dtypes import Shape, StoredTensor, flat
@@ -232,7 +232,7 @@ class WeightFinder:
         return self.pair.new_weight if self.pair.separates(name) else self.embeddings()
 
 
-def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> WeightView:
+def grown(module: Module, view: WeightView, adapter: AdapterFile, values: FileValues, model: str) -> WeightView:
     """Return the weight at the adapter's size; `view` itself if the size stays.
 
     `model` is the base's architecture. FitError if the weight would shrink, or is only a part of a tensor of the base.
@@ -255,7 +255,7 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
     return whole(piece.key, shape)
 
 
-def _adapters_size(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
+def _adapters_size(module: Module, view: WeightView, adapter: AdapterFile, values: FileValues, model: str) -> Shape:
     if "reshape" in module.shared:
         info = module.shared["reshape"]
         sizes = [COUNT.number(n) for n in values.elements(info)] if prod(info.shape) <= WEIGHT_AXES else [None]

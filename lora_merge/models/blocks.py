@@ -266,14 +266,13 @@ class Blocks:
         of_flux = self.order[:2] == ("CLIP", "T5")
         if name == "ALL" or (name == FLUX_ALL and of_flux):
             return dict.fromkeys(self.order, 1.0)
+        fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
         if name == FLUX_ALL or (name in CURVES and not (len(self.order) == SD_BLOCKS and "M00" in self.order)):
-            fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
             model = FLUX_TITLE if name == FLUX_ALL else f"the {SD_BLOCKS} blocks of Stable Diffusion 1"
             raise UsageError(f"the preset {name} is for {model}", where, fix)
         if name in CURVES:
             return {block: CURVES[name](n - 1) if n else 0.0 for n, block in enumerate(self.order)}
         if PRESETS[name] and "M00" not in self.order:
-            fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
             raise UsageError(f"the preset {name} is for U-Nets", where, fix)
         full = {block for item in PRESETS[name].split() for block in self.chosen(item)}
         return {block: float(block in full) for block in self.order}

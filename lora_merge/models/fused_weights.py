@@ -171,9 +171,8 @@ def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], ki
         shape = next((shapes[key] for key in named if key in shapes), ())
         return shape[axis] if len(shape) > axis else 0
 
-    parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
     evidence = _of_attention if match["qkv"] else _of_mlp
-    every = evidence(weight[0], weight[1], size, {"config.json": config, **parts})
+    every = evidence(weight[0], weight[1], size, _configurations(config))
     return {
         source: split for source, split in every if sum(split) == weight[0] and 0 < min(split) <= max(split) == split[0]
     }
@@ -225,8 +224,7 @@ def _of_mlp(
 
 def _of_recurrence(rows: int, near: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[tuple[str, Split]]:
     """Yield (source of the evidence, rows of q, k and v) of a linear attention, whose v may be the longest."""
-    parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
-    for where, entries in {"config.json": config, **parts}.items():
+    for where, entries in _configurations(config).items():
         k, v = (_number(entries, (count,)) * _number(entries, (size,)) for count, size in LINEAR_HEADS)
         if k and v:
             yield where, (k, k, v)
@@ -240,6 +238,12 @@ def _of_mamba(rows: int, near: Mapping[str, Shape]) -> Iterator[tuple[str, Split
     for name in OUTPUTS:
         if len(shape := near[name]) > 1:
             yield name, (shape[1], shape[1], rows - 2 * shape[1])
+
+
+def _configurations(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return a configuration and those of the parts in it, by what messages call them."""
+    parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
+    return {"config.json": config, **parts}
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:

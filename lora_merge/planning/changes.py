@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from ..adapters.tensor_values import FileValues, Values
+from ..adapters.tensor_values import FileValues
 from ..disk.reader import Reader
 from ..dtypes import WHOLE_DTYPES, StoredTensor, spoken
 from ..errors import InputError
@@ -59,7 +59,7 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matches:
         return Matches(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
 
 
-def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
+def matches(inputs: Inputs, values: FileValues, *, every_setting: bool = True) -> tuple[Match, ...]:
     """Return the match of every adapter; `values` reads the few stored tensors whose values the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
     # The strengths of each adapter in the parts of the base.
@@ -103,7 +103,7 @@ def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
         yield Note("the adapter is listed more than once: its change is added each time")
     if not adapter.strength:
         yield Note("strength 0: it changes nothing")
-    largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=adapter.strength)
+    largest = max((part.strength for part in match.parts), key=abs, default=adapter.strength)
     if abs(largest) > USUAL:
         where = "" if largest == adapter.strength else " of some weights"
         yield Note(f"strength {largest:g}{where} is unusual; most adapters are trained for 0 to 2")

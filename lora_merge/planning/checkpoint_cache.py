@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +42,7 @@ class CheckpointCache:
             index = index if parts is None else parts[0]
             _check_base(index)
             lookup = self.names(path, table) if parts is None else names(index, table)
-            return replace(index, notes=(*index.notes, *lookup.notes, *index.unread.notes)), lookup
+            return index.with_notes(*lookup.notes, *index.unread.notes), lookup
 
         base: tuple[Index, Names] = self.parsed(("base", path, table, plain), index, read)
         return base

@@ -313,5 +313,5 @@ def with_names_of(base: Index, adapter: AdapterFile) -> AdapterFile:
         note = Note(
             f"it states the architecture {quoted(str(stated))}, the base {quoted(architecture)}: merged by equal names"
         )
-        index = replace(index, notes=(*index.notes, note))
+        index = index.with_notes(note)
     return group(replace(index, tensors=adapter_tensors(adapter.path, index.stored, values, family, base.config)))

@@ -190,16 +190,11 @@ def _tokenizer_folder(path: Path) -> Folder:
 
 def _tokenizer(folder: Folder, base: Folder, why: str) -> Tokenizer:
     names = [file.name for file in folder.files]
-    templates = [name for name in names if TEMPLATE.fullmatch(name)]
-    replaced = [FILE_SET, TEMPLATE] if templates or _has_template(folder.path) else [FILE_SET]
+    states_one = _table(folder.path / "tokenizer_config.json").get("chat_template")
+    replaced = [FILE_SET, TEMPLATE] if states_one or any(map(TEMPLATE.fullmatch, names)) else [FILE_SET]
     files = {n: folder.path / n for n in names if any(kind.fullmatch(n) for kind in (FILE_SET, TEMPLATE, SINGLE_FILES))}
     dropped = (n for n in base.names if n not in files and any(kind.fullmatch(n) for kind in replaced))
     return Tokenizer(folder.path, files, tuple(dropped), why)
-
-
-def _has_template(folder: Path) -> bool:
-    """Return whether the configuration of a tokenizer states a chat template itself."""
-    return bool(_table(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def vocabulary_size(folder: Path) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -47,14 +46,13 @@ def make_plan(matched: Matches) -> Plan:
     # The other files of a folder.
     folders, sides, notes = folder_files(matched)
     refuse_links_outside(base, sides)
+    plan = Plan(job, base, names, matched.adapters, files, matched.weights, sides, indexes, quantised, folders)
     # Notes for the user.
-    if METHODS[job.method].directions and any(len(t.shape) < 2 and t.combines for f in files for t in f.targets):
+    if METHODS[job.method].directions and any(len(t.shape) < 2 and t.combines for t in plan.targets):
         notes.append(Note(f"{job.method}: {ADDED_VECTORS}"))
     if job.dtype == "keep":
-        notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
-    if notes:
-        base = replace(base, notes=(*base.notes, *notes))
-    return Plan(job, base, names, matched.adapters, files, matched.weights, sides, indexes, quantised, folders)
+        notes += activation_notes((t.name for t in plan.targets if t.uses), base.packed)
+    return plan.with_notes(*notes)
 
 
 def _files(matched: Matches, forms: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:

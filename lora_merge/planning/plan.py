@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
@@ -25,7 +25,7 @@ from ..models.weights import Weight
 from ..options import TOKENIZERS
 from ..paths import input_name
 from ..report import input_rows, output_rows
-from ..text import Shown, by_component, by_pattern
+from ..text import Note, Shown, by_component, by_pattern
 from .combination import ADDITION, Combination
 from .quantisation import NO_QUANTISING, Quantising
 
@@ -171,6 +171,10 @@ class Plan(Shown):
     folders: tuple[Folder, ...] = ()
     replaces: bool = False
 
+    def with_notes(self, *notes: Note) -> Plan:
+        """Return the same plan with further messages for the user."""
+        return replace(self, base=self.base.with_notes(*notes)) if notes else self
+
     def _heading(self) -> str:
         return f"Plan: {self.job.output.name}"
 
@@ -188,6 +192,11 @@ class Plan(Shown):
         return sum(f.size for f in self.files)
 
     @property
+    def targets(self) -> Sequence[OutputTensor]:
+        """The tensors of all output files."""
+        return [t for f in self.files for t in f.targets]
+
+    @property
     def changed(self) -> int:
         """The number of output tensors that adapters change."""
         return len(self.changing)
@@ -197,14 +206,13 @@ class Plan(Shown):
         """The output tensors that adapters change: by their formulas, or by a tensor that takes their place."""
         of_base = self.base.tensors
         new = {info.name for form in self.quantising.forms.values() for info in form.others}
-        targets = [t for f in self.files for t in f.targets]
-        return [t for t in targets if t.uses or (t.source is not of_base.get(t.name) and t.name not in new)]
+        return [t for t in self.targets if t.uses or (t.source is not of_base.get(t.name) and t.name not in new)]
 
     @property
     def codes(self) -> Mapping[str, Any]:
         """Counts of the quantised weights: `formats` (format → weights), how many of these weights the merge encodes,
         the others being copied, and how many other matrices are plain values. Empty if nothing is quantised."""
-        targets = [t for f in self.files for t in f.targets]
+        targets = self.targets
         coded = [t for t in targets if t.packed is not None and t.packed.encoding.quantised]
         if not coded:
             return {}
@@ -264,7 +272,7 @@ class Plan(Shown):
     @property
     def inputs(self) -> tuple[Path, ...]:
         """Every input file with tensors: the base's first, then each adapter's."""
-        return (*self.base.files, *self._adapter_files)
+        return (*self.base.files, *self.adapter_files)
 
     @property
     def read(self) -> tuple[Path, ...]:
@@ -272,7 +280,8 @@ class Plan(Shown):
         return (*self.inputs, *protected(self.job))
 
     @property
-    def _adapter_files(self) -> tuple[Path, ...]:
+    def adapter_files(self) -> tuple[Path, ...]:
+        """The files of each adapter that contain tensors."""
         return tuple(p for m in self.adapters for p in m.adapter.index.files)
 
 
@@ -309,7 +318,7 @@ def plan_rows(plan: Plan, *, verbose: bool = False) -> Iterator[Fact]:
     for folder in plan.folders if verbose else ():
         yield line("files", f"{folder.role} {folder.path}")
         yield from (Fact("", row) for row in folder.lines())
-    for target in (target for file in plan.files for target in file.targets if verbose):
+    for target in plan.targets if verbose else ():
         changed = " <- " + ", ".join(use.patch.module.name for use in target.uses) if target.uses else ""
         yield Fact("", f"{target.name} {spoken(target.dtype)} {list(target.shape)}{changed}")
 

@@ -81,7 +81,7 @@ def _used(plan: Plan) -> list[_Usage]:
     used_of = [_Usage() for _ in plan.adapters]
     stored = plan.base.tensors
     by_file = {file: used for used, m in zip(used_of, plan.adapters, strict=True) for file in m.adapter.index.files}
-    for target in [t for f in plan.files for t in f.targets]:
+    for target in plan.targets:
         source = target.source
         if source is not stored.get(target.name) and source.file in by_file:
             by_file[source.file].tensors.add(source.name)

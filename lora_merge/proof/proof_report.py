@@ -30,7 +30,7 @@ def coarse(encoding: Encoding) -> bool:
 def remedy(plan: Plan, *, bf16: bool = True) -> tuple[str, str]:
     """Return the dtypes that changes of weights are too small for, and the option that takes a wider one. `bf16`:
     whether bf16 holds enough of the changes, where that is wider."""
-    changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
+    changed = {t.packing.encoding for t in plan.targets if t.uses}
     computed = COMPUTE_DTYPES[plan.job.compute_dtype]
     dtypes = ", ".join(sorted({spoken(e.title) for e in changed}))
     if len(changed) == 1 and all(e.plain and ITEM_BYTES[e.title] == ITEM_BYTES["BF16"] for e in changed):

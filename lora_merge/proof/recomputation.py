@@ -61,7 +61,7 @@ class Recomputation:
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
         self.stored = stored or WeightReader(reader, plan.base)
         self.outputs, self.recorded = outputs, recorded
-        merged = (t.packed for f in plan.files for t in f.targets if t.packed and not t.copied)
+        merged = (t.packed for t in plan.targets if t.packed and not t.copied)
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
         self.saturate = plan.job.on_overflow == "saturate"
         self.stochastic = plan.job.rounding == "stochastic"
@@ -73,7 +73,7 @@ class Recomputation:
         self._sampled: dict[str, Array] = {}
         self._by_patch: dict[int, Sequence[PatchRows]] = {}
         self._slots: dict[Any, Mapping[str, Array]] = {}  # rebuilt slots, by patch
-        targets = [t for f in plan.files for t in f.targets if t.uses]
+        targets = [t for t in plan.targets if t.uses]
         self.coarse = any(coarse(t.packing.encoding) for t in targets)
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // TENSOR_STRIDE) :])

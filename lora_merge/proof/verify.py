@@ -123,7 +123,7 @@ def _byte_counter(plan: Plan, progress: Progress, *, full: bool) -> Callable[[in
 
     A sample of the unchanged ones takes next to no time compared with the merged ones, and is not counted.
     """
-    total = sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
+    total = sum(t.nbytes for t in plan.targets if t.uses or full)
     return counted(progress, "prove", plan.job.output_name, total)
 
 
@@ -324,7 +324,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or SMALLEST_NORMAL))
     where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
     are = plural(len(weak), "merged tensor is", "merged tensors are")
-    chosen = any(t.combines for f in plan.files for t in f.targets if t.name in weak)
+    chosen = any(t.combines for t in plan.targets if t.name in weak)
     coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
     fix = "leave out adapters whose changes cancel each other"
     if coarse or not (chosen or merged.judged == "fp64"):
@@ -370,7 +370,7 @@ def _proof(
     ]
     return {
         "full": full, "method": plan.job.method,
-        "tensors": f.tensors, "changed": sum(1 for x in plan.files for t in x.targets if t.uses),
+        "tensors": f.tensors, "changed": sum(1 for t in plan.targets if t.uses),
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,

@@ -135,8 +135,7 @@ def plan_again(
         plan = _followed(job, index)
     _require_same(plan, merged, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
-    more = tuple(Note(f"{RECIPE_EDITED}: {c.path.name}: {'; '.join(c.differences)}") for c in edited)
-    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *more)))
+    return plan.with_notes(*(Note(f"{RECIPE_EDITED}: {c.path.name}: {'; '.join(c.differences)}") for c in edited))
 
 
 def _require_same(plan: Plan, output: Path, recipe: Recipe) -> None:

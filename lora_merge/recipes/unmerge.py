@@ -91,7 +91,7 @@ def plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
         plan = plan_job(job, cache)
     notes = [*_differences(plan, recipes)]
     for match in plan.adapters:
-        patches = [use.patch for uses in match.uses.values() for use in uses]
+        patches = [part.patch for part in match.parts]
         wrong = [f"{p.module.name} depends on the weights before the merge" for p in patches if p.reads_base]
         wrong += [f"{key} was replaced or enlarged" for key in (*match.replaced, *match.grown, *match.separated)]
         if wrong:
@@ -100,7 +100,7 @@ def plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
             )
     if recipe is not None and not notes:
         notes = [_inexact(plan, recipe)]
-    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
+    return plan.with_notes(*notes)
 
 
 def _of_no_adapter(merged: Path, adapters: Sequence[Adapter], strengths: Any) -> UsageError:
@@ -143,7 +143,7 @@ def _inexact(plan: Plan, recipe: Recipe) -> Note:
     """Return the note that says by how much values may differ from those before the merge."""
     computed = {plan.job.compute_dtype, recipe.options["compute_dtype"]}
     sums = min((COMPUTE_DTYPES[name] for name in computed), key=_digits)
-    changed = [t for file in plan.files for t in file.targets if t.uses]
+    changed = [t for t in plan.targets if t.uses]
     stored = {e for t in changed for e in (t.weight.packing.encoding, t.packing.encoding)}
     if not all(e.plain for e in stored):
         steps = "what quantisation loses in the merge and again here"

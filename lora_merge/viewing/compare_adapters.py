@@ -305,7 +305,7 @@ def _on_base(plans: Sequence[Plan], model: Groups, *, pictures: bool) -> Iterato
     with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
         whole = [{r.target.name: r for r in replaced_by(plan)} for plan in plans]
         first, second = (
-            {t.name: t for f in p.files for t in f.targets if t.uses or t.name in target_names}
+            {t.name: t for t in p.targets if t.uses or t.name in target_names}
             for p, target_names in zip(plans, whole, strict=True)
         )
         change_a, change_b = (changes(plan, reader) for plan in plans)

@@ -140,10 +140,10 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
     measures = Measures()
     indexes = [plan.base, *(m.adapter.index for m in plan.adapters)]
     with Reader(indexes) as reader, torch.no_grad():
-        factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
+        factors = TensorCache(reader, frozenset(plan.adapter_files))
         tensors = PatchTensors(factors.fetch, plan.weights)
         whole = {replaced.target.name: replaced for replaced in replaced_by(plan)}
-        targets = [t for f in plan.files for t in f.targets if t.uses or t.name in whole]
+        targets = [t for t in plan.targets if t.uses or t.name in whole]
         advance = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
         for target in targets:
             advance(target.nbytes)

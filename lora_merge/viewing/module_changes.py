@@ -88,7 +88,7 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange
     """Return a function that computes the change of a weight that a plan changes: as two factors if the patches have
     them, else whole, from the base; of a weight that an adapter replaces the difference."""
     exchanged = {r.target.name: r for r in replaced_by(plan)}
-    factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
+    factors = TensorCache(reader, frozenset(plan.adapter_files))
     tensors = PatchTensors(factors.fetch, plan.weights)
 
     def change(target: OutputTensor) -> ModuleChange:
@@ -108,7 +108,7 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange
 
 def replaced_by(plan: Plan) -> Iterator[Replacement]:
     """Yield the tensors of a plan's output that its adapters store whole."""
-    return replacements((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
+    return replacements(plan.targets, plan.base, plan.adapters)
 
 
 def _difference(replacement: Replacement, read: Fetch) -> Tensor:

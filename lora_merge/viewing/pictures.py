@@ -86,7 +86,7 @@ def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     that are spread evenly have them; of those that an adapter stores whole, those of at most `SPECTRUM_VALUES`
     values."""
     whole = {replaced.target.name for replaced in replaced_by(plan) if prod(replaced.target.shape) <= SPECTRUM_VALUES}
-    targets = [t for f in plan.files for t in f.targets if (t.uses or t.name in whole) and min(t.matrix) > 0]
+    targets = [t for t in plan.targets if (t.uses or t.name in whole) and min(t.matrix) > 0]
     drawn: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
         change = changes(plan, reader)

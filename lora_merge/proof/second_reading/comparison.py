@@ -71,7 +71,7 @@ class _PlannedModule:
 
 def read_again(plan: Plan, reader: Reader) -> Confirmation:
     """Return how many modules the second reading confirms; VerificationFailed if it disagrees with the plan."""
-    targets = [target for file in plan.files for target in file.targets]
+    targets = plan.targets
     check_sources(plan.base, plan.adapters, targets, network=_network(plan, targets))
     return compare(plan.job, plan.base, plan.adapters, targets, partial(stored_number, reader))
 
