@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from .grouping import by_key
 from .paths import input_name
 from .survival import ENOUGH, lost_in_rounding, survived
 from .text import Note
@@ -280,10 +281,7 @@ def total(measures: Iterable[Measure]) -> Measure:
     every = list(measures)
     if len(every) < 2:
         return every[0] if every else Measure()
-    shares: dict[int, list[Share]] = {}
-    for measure in every:
-        for number, share in measure.adapters.items():
-            shares.setdefault(number, []).append(share)
+    shares = by_key(pair for measure in every for pair in measure.adapters.items())
     return Measure(
         sum(m.of for m in every), sum(m.elements for m in every), sum(m.changed for m in every),
         sum(m.cut for m in every), sum(m.weight for m in every), max((m.largest for m in every), default=0.0),

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, GGUF_TYPES, QUANTISED_DTYPES
 from .errors import ResourceError, UsageError
+from .grouping import by_key
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SAME_COMBINATION, SUM
 from .text import HUGE, described, is_finite, number_of, python_code, shown, with_article
 
@@ -549,9 +550,7 @@ def dtype_name(value: object, option: Option) -> str:
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(some)}"
         if not near and len(some) < len(option.words):
             fix += "; lora-merge help merge lists all"
-        uses: dict[str, list[str]] = {}
-        for word in filter(DTYPE_USES.get, near):
-            uses.setdefault(DTYPE_USES[word], []).append(word)
+        uses = by_key((DTYPE_USES[word], word) for word in filter(DTYPE_USES.get, near))
         if len(uses) > 1:
             fix += "".join(f"; {' and '.join(words)}: {use}" for use, words in uses.items())
         error = UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)

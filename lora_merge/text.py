@@ -11,6 +11,8 @@ from numbers import Real
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, NewType
 
+from .grouping import by_key
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -122,10 +124,7 @@ def by_component(strengths: Mapping[str, Mapping[float, int]]) -> dict[str, dict
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     """Return pattern → its names, in their order; the numbers in a pattern are `{i}`: `layers.{i}.attn1.to_q`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(NUMBER.sub("{i}", name), []).append(name)
-    return groups
+    return by_key((NUMBER.sub("{i}", name), name) for name in names)
 
 
 def expression(names: Iterable[str], *, alike: bool = False) -> str:

@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.file_signatures import instead
 from ..files.gguf.adapter import with_plain_values
+from ..grouping import by_key
 from ..models.names import UNKNOWN_TITLE, names
 from ..paths import typed
 from ..text import Note, plural
@@ -256,10 +257,8 @@ def _no_adapter(index: Index, what: str) -> InputError:
 def two_of_a_kind(strange: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, StoredTensor]]:
     """Yield pairs of matrices without a known ending that may be the factors of one layer, the left one of their
     product first: alone below a path, with a length in common that is at most a quarter of the others."""
-    below: dict[str, list[StoredTensor]] = {}
-    for info in strange:
-        if len(info.shape) == 2:
-            below.setdefault(info.name.removesuffix(".weight").rpartition(".")[0], []).append(info)
+    matrices = (info for info in strange if len(info.shape) == 2)
+    below = by_key((info.name.removesuffix(".weight").rpartition(".")[0], info) for info in matrices)
     for some in (some for some in below.values() if len(some) == 2):
         for left, right in (some, some[::-1]):
             if left.shape[1] == right.shape[0] and 4 * left.shape[1] <= min(left.shape[0], right.shape[1]):

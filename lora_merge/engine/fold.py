@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import torch
 
 from ..algorithms import Algorithm, dora
+from ..grouping import by_key
 from .combination import combined, combined_rows
 from .row_matrix import RowMatrix
 from .tensor_moves import strided
@@ -147,9 +148,7 @@ def _combined(
     """Return W + the one change [n, rows, cols] that the changes of all adapters become (ties, dare …), in `base`."""
     method = blocks[0].target.combination.method.name
     # The change of each adapter: computed whole, or some rows at a time for a block that is large.
-    patches: dict[int, list[int]] = {}
-    for k, s in enumerate(stacks):
-        patches.setdefault(s.adapter, []).append(k)
+    patches = by_key((s.adapter, k) for k, s in enumerate(stacks))
     by_adapter = [[stacks[k] for k in numbers] for numbers in patches.values()]
     if blocks[0].by_rows and base.device.type == "cpu":
         (block,) = blocks

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..algorithms import DoesNotFit
 from ..change_statistics import Measurement
 from ..disk.pages import address
+from ..grouping import by_key
 from . import change_sample
 from .block_folder import BlockFolder, observed_weights
 from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, suits
@@ -231,9 +232,7 @@ class DeviceWindows:
         else:  # other plans need the base's bytes
             out = uploaded if task.last else uploaded.clone()
         # Fold, by placement and dtype; then look at the extremes of each kind, and at terms that cancel.
-        kinds: dict[tuple[bool, str], list[Fold]] = {}
-        for f in part.folds:
-            kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
+        kinds = by_key(((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), f) for f in part.folds)
         try:
             folded = [self._merged(some, uploaded, low, lane) for some in kinds.values()]
         except DoesNotFit:

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..algorithms import ALGORITHMS
+from ..grouping import by_key
 from ..matching.patch import PatchPart
 from ..planning.plan import OutputTensor
 from ..row_ranges import Ranges
@@ -200,10 +201,7 @@ def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart
 
 def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:
     """Yield the items whose blocks (`of`) are of one kind together, at most so many as `most` says of a block."""
-    kinds: dict[Any, list[Work]] = {}
-    for item in items:
-        kinds.setdefault(of(item).kind, []).append(item)
-    for same in kinds.values():
+    for same in by_key((of(item).kind, item) for item in items).values():
         n = most(of(same[0]))
         for first in range(0, len(same), n):
             yield same[first : first + n]

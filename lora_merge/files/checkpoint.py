@@ -381,11 +381,16 @@ def _of_files(
         for name, info in header.tensors.items():
             other = tensors.setdefault(name, info)
             if other is not info:
-                raise InputError(f"the tensor {quoted(name)} is in two files", f"{other.file} and {file.name}",
-                                 "keep the right one of them in the folder")  # fmt: skip
+                raise in_two_files(other, info)
         notes = (*notes, *header.notes)
     metadata = _of_first(h.metadata for h in headers.values())
     return Index(path, tensors, metadata, tuple(headers), config or {}, headers, notes=notes)
+
+
+def in_two_files(first: StoredTensor, other: StoredTensor) -> InputError:
+    """Return the error for one name in two files of a checkpoint."""
+    return InputError(f"the tensor {quoted(first.name)} is in two files", f"{first.file} and {other.file.name}",
+                      "keep the right one of them in the folder")  # fmt: skip
 
 
 def _of_first(metadata: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

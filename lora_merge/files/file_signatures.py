@@ -15,6 +15,7 @@ from typing import Final
 from ..disk.files import open_regular
 from ..dtypes import Shape
 from ..errors import InputError, MergeError, UsageError
+from ..grouping import by_key
 from ..paths import ENDINGS, JOBS_ENDINGS, exists, nearest, typed
 from ..text import listed, quoted
 from .folder_layouts import FOLDER_CONFIGS, entries
@@ -285,10 +286,9 @@ def missing(path: Path, choice: Choice | None = None) -> InputError:
     if set(path.name) & set("*?"):
         return InputError(f"no file matches {path.name}", str(path), "name one file; check its ending")
     # Names like this one; without them, what else is in the folder.
-    stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
-    for entry in entries(path.parent):
-        if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():
-            stems.setdefault(entry.stem, []).append(entry.name)
+    alike = {*ENDINGS, path.suffix, path.suffix.lower()}
+    near_ones = (entry for entry in entries(path.parent) if entry.suffix in alike or entry.is_dir())
+    stems = by_key((entry.stem, entry.name) for entry in near_ones)  # endings would make all names alike
     close = [stem for stem in stems if stem.lower() == path.stem.lower()]
     close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
     near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)]

@@ -14,6 +14,7 @@ blocks is its position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -182,15 +183,14 @@ def _width(module: Module) -> int:
 def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]] | None:
     """Return kind → its layers by number; None if this depends on an order that the paths do not have."""
     numbered: dict[str, dict[int, str]] = {}
-    counts: dict[str, int] = {}
-    unordered = set()
+    counts, unordered = Counter[str](), set[str]()
     for place, path in enumerate(paths):
         kind, number = shared_kind(path), _number(path)
         level = place if number is None else number
         if number is None or level in numbered.get(kind, {}):
             unordered.add(kind)
         numbered.setdefault(kind, {})[level] = path
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[kind] += 1
     if not ordered and any(counts[kind] > 1 for kind in unordered):
         return None
     return {kind: [by_number[n] for n in sorted(by_number)] for kind, by_number in numbered.items()}

@@ -18,6 +18,7 @@ from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import SHARED_SLOTS, SUFFIXES, split
 from ..algorithms import ALGORITHMS
 from ..errors import InputError
+from ..grouping import by_key
 
 Kinds: TypeAlias = Mapping[tuple[frozenset[str], tuple[str, ...]], int]
 """(slots, algorithms) → number of modules that have them."""
@@ -85,11 +86,8 @@ def _compared_slots(m: Module) -> frozenset[str]:
 
 def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:
     """Return slots → (one slot more, algorithms) of the frequent kinds of modules that have it."""
-    kinds_by_slots: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
-    for slots, algorithms in (kind for kind, count in kinds.items() if count >= AGREEING):
-        for slot in slots:
-            kinds_by_slots.setdefault(slots - {slot}, []).append((slot, algorithms))
-    return kinds_by_slots
+    frequent = (kind for kind, count in kinds.items() if count >= AGREEING)
+    return by_key((slots - {slot}, (slot, algorithms)) for slots, algorithms in frequent for slot in slots)
 
 
 def _slot_of_others(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:

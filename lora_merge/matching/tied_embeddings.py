@@ -17,6 +17,7 @@ from typing import Final
 from ..adapters.modules import Module
 from ..dtypes import Shape, StoredTensor
 from ..errors import FitError, MergeError
+from ..grouping import by_key
 from ..job import Adapter
 from ..models.part_factors import Strengths
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, TiedPair
@@ -94,12 +95,9 @@ class AdapterPair:
     @cached_property
     def trained(self) -> Mapping[RowNumbers, Sequence[tuple[str, StoredTensor]]]:
         """Trained tokens → the modules for which the adapter trained them, and what it stores for each."""
-        by_rows: dict[RowNumbers, list[tuple[str, StoredTensor]]] = {}
-        for info in self.context.adapter.strange:
-            value = self.context.rules.of(info.name).stored_value(info.name)
-            if value and value.rows is not None:
-                by_rows.setdefault(value.rows, []).append((value.target.rpartition(".")[0], info))
-        return by_rows
+        strange = self.context.adapter.strange
+        values = ((info, self.context.rules.of(info.name).stored_value(info.name)) for info in strange)
+        return by_key((v.rows, (v.target.rpartition(".")[0], info)) for info, v in values if v and v.rows is not None)
 
     def start_of(self, view: WeightView) -> WeightView:
         """Return the view with the values that a view starts from: for a new head the embeddings."""

@@ -21,7 +21,7 @@ from ..adapters.suffixes import split_parameter
 from ..disk.files import Header
 from ..dtypes import StoredTensor
 from ..errors import FitError, InputError, MergeError
-from ..files.checkpoint import TRAINED_FILES, read_header
+from ..files.checkpoint import TRAINED_FILES, in_two_files, read_header
 from ..files.file_uses import NEEDS_BASE, Folder
 from ..models.names import Names
 from ..models.weights import whole
@@ -91,9 +91,7 @@ def with_trained_weights(
         # They are values of the adapter.
         for info in matched:
             if info.name in tensors:
-                raise InputError(f"the tensor {quoted(info.name)} is in two files",
-                                 f"{tensors[info.name].file} and {path.name}",
-                                 "keep the right one of them in the folder")  # fmt: skip
+                raise in_two_files(tensors[info.name], info)
             tensors[info.name] = info
         headers[path] = header
         strange += matched

@@ -13,6 +13,7 @@ layers of the file decide whose tensors have the same last names.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
@@ -95,7 +96,8 @@ def common_change(
     if len(modules) > MOST_NAME_PATTERNS:
         return None
     # The simplest changes that lead to weights; none if several lead to different ones.
-    samples, sizes = {called(some[0]): some[0] for some in modules}, _pattern_sizes(names)
+    samples = {called(some[0]): some[0] for some in modules}
+    sizes = Counter(NUMBER.sub("#", key) for key in names.shapes)
     for changes in _by_simplicity([*samples], names):
         changes_by_views: dict[tuple[WeightView, ...], CommonChange] = {}
         for change in changes:
@@ -152,13 +154,8 @@ def _heads() -> tuple[str, ...]:
 
 def _levels(names: Names) -> list[str]:
     """Return the first levels of the base's names, and the first two, that hold several tensors."""
-    counts: dict[str, int] = {}
-    for part in names.parts:
-        for body in part.keys:
-            levels = body.split(".")[:3]
-            for n in range(1, len(levels)):
-                level = ".".join(levels[:n]) + "."
-                counts[level] = counts.get(level, 0) + 1
+    bodies = (body.split(".")[:3] for part in names.parts for body in part.keys)
+    counts = Counter(".".join(levels[:n]) + "." for levels in bodies for n in range(1, len(levels)))
     common = [level for level, count in counts.items() if count > 1 and not NUMBER.search(level.rstrip("."))]
     return common if len(common) <= MOST_TRIED_LEVELS else []
 
@@ -182,14 +179,6 @@ def _fits(module: Module, view: WeightView) -> bool:
 def _moves_levels(change: CommonChange) -> bool:
     """Return whether a change takes off or puts on a level, which may name another network."""
     return bool(change.put) or "." in (*change.take, change.separator)
-
-
-def _pattern_sizes(names: Names) -> Mapping[str, int]:
-    counts: dict[str, int] = {}
-    for key in names.shapes:
-        pattern = NUMBER.sub("#", key)
-        counts[pattern] = counts.get(pattern, 0) + 1
-    return counts
 
 
 def _covers(views: Sequence[WeightView], modules: Sequence[Sequence[Module]], sizes: Mapping[str, int]) -> bool:

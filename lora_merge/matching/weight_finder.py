@@ -33,6 +33,7 @@ from ..algorithms import ALGORITHMS, COUNT
 from ..algorithms.base import LAYER_SLOT
 from ..dtypes import Shape, StoredTensor, flat
 from ..errors import AmbiguousName, FitError, InputError, MergeError, ShapeMismatch
+from ..grouping import by_key
 from ..job import ORDERS, ROW_ORDER
 from ..models.names import WAN_EXPERTS
 from ..models.part_factors import Strengths
@@ -92,10 +93,7 @@ class WeightFinder:
     @cached_property
     def change(self) -> CommonChange | None:
         """The common change of names with which the modules match that are unmatched under their own names."""
-        alike: dict[str, list[Module]] = {}
-        for module in self._modules:
-            if module.parameter == "weight":
-                alike.setdefault(NUMBER.sub("#", module.name), []).append(module)
+        alike = by_key((NUMBER.sub("#", m.name), m) for m in self._modules if m.parameter == "weight")
         others = (some for some in alike.values() if not self.pair.is_end(some[0].name))
         lost = [some for some in others if not self._is_known(some[0])]
         return common_change(self.names, lost, self._called) if lost and not self._lone else None

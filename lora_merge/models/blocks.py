@@ -283,12 +283,11 @@ def blocks(names: Names) -> Blocks:
     # The blocks of the main network: those of a U-Net in its authors' names, else those of its stacks.
     main, *others = names.parts or [Component("denoiser", "model", "")]
     has_down = any(body.startswith(("input_blocks.", "down_blocks.")) for body in main.keys)
+    owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
     if has_down and any(_UNET[1][0].match(body) for body in main.keys):
         block_of, order, ends = _unet(main)
         few = tuple(SHORT_LISTS.get(sum(name.startswith("IN") for name in order), ()))
-        owner = {key: body for body, key in main.keys.items()}
     else:
-        owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
         block_of, order = _stacks(main, [*owner.values()])
         few, ends = (), lambda _: False
     # All other networks are one block each; for Flux they, and the layers outside its stacks, have names.

@@ -195,12 +195,12 @@ def _rest(
     heads = {f"{level}." for level in levels}
     prefix = next(iter(heads)) if len(heads) == 1 and heads <= set(LOOSE) else ""
     role, label = ("other", "other") if aside else ("denoiser", "model")
-    return Component(role, label, prefix, title=_class_of(config), inner=inner, keys=_without(prefix, loose),
+    return Component(role, label, prefix, title=stated_class(config), inner=inner, keys=_without(prefix, loose),
                      shapes=shapes)  # fmt: skip
 
 
-def _class_of(config: Mapping[str, Any]) -> str:
-    """Return the model's class by config.json; "" if it states none."""
+def stated_class(config: Mapping[str, Any]) -> str:
+    """Return the class of the model that a config.json states; "" if it states none."""
     stated = config.get("architectures")
     name = stated[0] if isinstance(stated, list) and stated else stated or config.get("_class_name")
     return name if isinstance(name, str) else ""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from .name_table import MOST_EXPERTS
-from .weights import RowSlice, WeightView, rows_of, stacked, transposed
+from .weights import RowSlice, WeightView, as_matrices, rows_of, stacked, transposed
 
 EXPERT_LAYERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -103,15 +103,6 @@ def stack_of(module: re.Match[str], find: Find) -> Stack | None:
     (experts, a, b), (others, c, d) = (view.shape for view in views.values())
     upright, in_out = (a, b) == (2 * d, c), (b, a) == (2 * c, d)
     return Stack(views, in_out) if experts == others <= MOST_EXPERTS and (upright or in_out) else None
-
-
-def as_matrices(view: WeightView) -> WeightView:
-    """Return a whole stack as rows of the width of one matrix, so that all views of it agree on its rows."""
-    if len(view.shape) != 3 or len(view.row_slices) > 1 or view.row_slices[0].transposed:
-        return view
-    experts, rows, cols = view.shape
-    piece = view.row_slices[0]
-    return WeightView((RowSlice(piece.key, 0, experts * rows, cols),), view.shape) if piece.start == 0 else view
 
 
 def weight_of(module: re.Match[str], find: Find, stack: Stack | None, architecture: str) -> WeightView | None:

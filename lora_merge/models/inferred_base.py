@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..dtypes import Shape
 from ..errors import AmbiguousName
+from ..grouping import by_key
 from .adapter_architecture import architectures, modules_of
 from .architectures import Architecture, shipped
 from .architectures.notation import RowTable, fill
@@ -55,7 +56,7 @@ class OtherModel(UnknownBaseError):
 
 
 def candidates(changes: Sequence[InferredParameter]) -> Sequence[Architecture]:
-    """Return the architectures that an adapter's names and widths fit; NotTold if there is none."""
+    """Return the architectures that an adapter's names and widths fit; UnknownBaseError if there is none."""
     bodies = of_the_denoiser({c.module: c.shape for c in changes if c.parameter == "weight"})
     if not (fitting := architectures(modules_of(bodies))):
         raise UnknownBaseError("its module names match no known model")
@@ -99,20 +100,17 @@ def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
 def inferred_base(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 
-    The tensors' keys are those of a base in the adapter's own words. NotTold if the adapter does not show them.
+    The tensors' keys are those of a base in the adapter's own words. UnknownBaseError if it does not show them.
     """
-    by_network: dict[str, list[InferredParameter]] = {}
-    for change in changes:
-        hint, _ = innermost(change.module)
-        by_network.setdefault(_network(hint, architecture, change.module), []).append(change)
+    by_network = by_key((_network(innermost(c.module)[0], architecture, c.module), c) for c in changes)
     networks = [_component(network, architecture, some) for network, some in by_network.items()]
     shapes = {key: shape for c in networks for key, shape in c.shapes.items()}
     return labelled(replace(c, shapes=shapes) for c in networks)
 
 
 def complete(component: Component, layout: str) -> Component:
-    """Return the network with the parts of fused weights of a layout that the adapter leaves out; NotTold if their
-    rows are unknown."""
+    """Return the network with the parts of fused weights of a layout that the adapter leaves out; UnknownBaseError if
+    their rows are unknown."""
     architecture = component.architecture
     tables = architecture.spellings if architecture else {}
     if layout not in tables or layout == component.layout:
@@ -233,7 +231,7 @@ def _renames(table: RowTable, names: Iterable[str]) -> bool:
 
 
 def _check_last(component: Component, table: RowTable) -> None:
-    """Raise NotTold if a row is for the last block alone, and the shapes do not show which block that is.
+    """Raise UnknownBaseError if a row is for the last block alone, and the shapes do not show which block that is.
 
     The last block has a row of its own because its layer has other rows than that of the others.
     """

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..grouping import by_key
+
 Table: TypeAlias = Mapping[str, Sequence[str]]
 """Part of a name → lists of the parts below it, in order; each list is one string with blanks between the parts."""
 
@@ -38,9 +40,7 @@ def in_order(names: Sequence[str], model: str) -> list[str] | None:
 
 def _ordered(names: list[str], depth: int, parent: str, known: Sequence[Table]) -> list[str] | None:
     """Order paths with the same first `depth` parts, as `in_order`; `parent` is the last of these but numbers."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(name.split(".")[depth] if name.count(".") >= depth else "", []).append(name)
+    parts = by_key((name.split(".")[depth] if name.count(".") >= depth else "", name) for name in names)
     first = _siblings([part for part in parts if part], parent, known)
     if first is None:
         return None

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ..dtypes import Shape
+from ..grouping import by_key
 from .architectures.notation import Hit, NamePath, Row, RowTable, fill, is_number
-from .weights import RowSlice, WeightView, rows_of, stacked, transposed, whole
+from .weights import RowSlice, WeightView, as_matrices, rows_of, stacked, transposed, whole
 
 MOST_EXPERTS: Final = 4096
 """The most experts in a stack. Without a limit, a tensor of no bytes could claim any number."""
@@ -74,7 +75,7 @@ def canonical(
         view = whole(key, shapes[key])
         cut = list(_cut(hit, view, _width(body, keys, shapes))) if hit else []
         if cut and hit and hit.row.stack:
-            view = _matrices(view)  # as `spelled` joins the stack, so that both views are equal
+            view = as_matrices(view)  # as `spelled` joins the stack, so that both views are equal
         for name, half, part in cut:
             if half is None:
                 put(views, name, part)
@@ -133,19 +134,13 @@ def _cut_stack(hit: Hit, view: WeightView) -> Iterator[tuple[str, int | None, We
     each, rest = divmod(rows, len(parts))
     if rest or not each or count > MOST_EXPERTS:
         return
-    stack = WeightView(_matrices(view).row_slices, (count * rows, cols))
+    stack = WeightView(as_matrices(view).row_slices, (count * rows, cols))
     for e in range(count):
         bound = {**hit.bound, str(hit.row.stack): str(e)}
         for i, part in enumerate(parts):
             matrix = rows_of(stack, e * rows + i * each, e * rows + (i + 1) * each)
             name = ".".join(fill(part.path, bound) + hit.tail)
             yield name, part.half, transposed(matrix) if part.transposed else matrix
-
-
-def _matrices(view: WeightView) -> WeightView:
-    """Return a stored `[E, out, in]` tensor seen as `E·out` rows of width `in`."""
-    count, rows, cols = view.shape
-    return WeightView((RowSlice(view.row_slices[0].key, 0, count * rows, cols),), view.shape)
 
 
 def _sizes(row: Row, rows: int, width: int) -> list[int]:
@@ -249,9 +244,7 @@ class NameTable:
     ) -> None:  # fmt: skip
         self._keys, self._shapes, self._native, self._spellings = keys, shapes, native, spellings
         self._heads = (inner,) if inner else ()
-        self._bodies: dict[str, list[str]] = {}  # form → the tensors' own names
-        for body in keys:
-            self._bodies.setdefault(form(body), []).append(body)
+        self._bodies = by_key((form(body), body) for body in keys)  # form → the tensors' own names
         self._sources: dict[str, dict[str, set[Row]]] = {}
         """Form of a name → forms of the tensors that may have it, each with the rows of the tables that say so."""
         tables = native, *spellings

@@ -26,12 +26,11 @@ from ..files.file_signatures import CHECKPOINT_WITH, PIPELINE_PARTS, component, 
 from ..text import Note, plural
 from .adapter_architecture import architectures, modules_of, named_so
 from .architectures import Architecture, load
-from .components import ENCODER_IDS, UNSURE, components
-from .experts import as_matrices
+from .components import ENCODER_IDS, UNSURE, components, stated_class
 from .fused_weights import Split, parts_of, splits
 from .network import Component
 from .prefixes import DENOISERS, PREFIXES, TRAINING_WRAPPERS, innermost, numbers, prefixed, unwrapped, wrapper_notes
-from .weights import WeightView, stacked, transposed, whole
+from .weights import WeightView, as_matrices, stacked, transposed, whole
 
 OTHER_ROWS: Final = (
     "in several files is taken for the original, whose rows are in another order than in the single file that is "
@@ -445,13 +444,6 @@ def names(index: Index, extra: Path | None = None) -> Names:
 
 def _in_several_files(files: Sequence[Path]) -> bool:
     return any(file is not files[0] and file != files[0] for file in files)
-
-
-def stated_class(config: Mapping[str, Any]) -> str:
-    """Return the class of the model that a config.json states; "" if it states none."""
-    stated = config.get("architectures")
-    name = stated[0] if isinstance(stated, list) and stated else config.get("_class_name")
-    return name if isinstance(name, str) else ""
 
 
 def reads_with(model: Architecture, encoders: Collection[str]) -> bool:

@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any, Final
 
 from ..dtypes import Shape
+from ..grouping import by_key
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import RowTable, fill
-from .experts import Stack, as_matrices, is_stack, layer_of, sources, stack_of, weight_of
+from .experts import Stack, is_stack, layer_of, sources, stack_of, weight_of
 from .fused_weights import agreed, splits, whole_of
 from .name_table import NameTable, Place, canonical, flattened, spelled
-from .weights import RowSlice, WeightView, rows_of, whole
+from .weights import RowSlice, WeightView, as_matrices, rows_of, whole
 
 NO_TABLE: Final = RowTable(())
 
@@ -204,9 +205,7 @@ def _one_name_each(names: Mapping[str, WeightView]) -> dict[str, WeightView]:
 
     The table of U-Nets names an up-sampler `1.conv` and `2.conv`; if `1` is an attention, only the second is true.
     """
-    groups: dict[tuple[RowSlice, ...], list[str]] = {}
-    for name, view in names.items():
-        groups.setdefault(view.row_slices, []).append(name)
+    groups = by_key((view.row_slices, name) for name, view in names.items())
     prefixes = {".".join(other[0].split(".")[:n]) for other in groups.values() if len(other) == 1 for n in range(1, 9)}
     chosen = {next((n for n in some if n.rsplit(".", 2)[0] not in prefixes), some[0]) for some in groups.values()}
     return {name: view for name, view in names.items() if name in chosen}

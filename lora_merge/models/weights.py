@@ -119,6 +119,15 @@ def whole(key: str, shape: Shape) -> WeightView:
     return WeightView((RowSlice(key, 0, rows, cols),), shape)
 
 
+def as_matrices(view: WeightView) -> WeightView:
+    """Return a whole stack as rows of the width of one matrix, so that all views of it agree on its rows."""
+    if len(view.shape) != 3 or len(view.row_slices) > 1 or view.row_slices[0].transposed:
+        return view
+    experts, rows, cols = view.shape
+    piece = view.row_slices[0]
+    return WeightView((RowSlice(piece.key, 0, experts * rows, cols),), view.shape) if piece.start == 0 else view
+
+
 def rows_of(view: WeightView, start: int, stop: int) -> WeightView:
     """Return the rows [start, stop) of a view."""
     pieces = []

@@ -21,6 +21,7 @@ from ..disk.reader import Reader
 from ..dtypes import Shape
 from ..errors import MergeError
 from ..files.checkpoint import Index
+from ..grouping import by_key
 from ..matching.missing_tensors import Gap, gaps
 from ..models.adapter_architecture import described, modules_of
 from ..models.blocks import adapter_groups, network_of
@@ -203,10 +204,8 @@ def module_groups(file: AdapterFile) -> Groups:
 
 def _blocks(file: AdapterFile, ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return block → number of modules, their ranks and alphas, in the order of the blocks' numbers."""
-    by_block: dict[str, list[str]] = {}
     groups = module_groups(file)
-    for m in file.modules:
-        by_block.setdefault(groups.block(m.name), []).append(m.where)
+    by_block = by_key((groups.block(m.name), m.where) for m in file.modules)
     return {
         block: {
             "modules": len(names), "ranks": spread([ranks[n] for n in names if n in ranks]),

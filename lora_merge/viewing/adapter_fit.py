@@ -8,6 +8,7 @@ from typing import Any
 
 from ..adapters.modules import weight_shapes
 from ..errors import MergeError, RemoteError
+from ..grouping import by_key
 from ..job import Adapter, make_job
 from ..matching.fit_errors import explain
 from ..models.names import Names
@@ -61,9 +62,7 @@ def _effective(matched: Matches, lookup: Names) -> dict[str, Any]:
 
     Algorithms whose formula has no such factor are left out.
     """
-    factors: dict[str, list[float]] = {}
-    for key, uses in matched.adapters[0].uses.items():
-        for use in uses:
-            if "scale" in use.patch.scalars:
-                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.scalars["scale"])
+    uses = ((key, use) for key, some in matched.adapters[0].uses.items() for use in some)
+    scaled = ((key, use) for key, use in uses if "scale" in use.patch.scalars)
+    factors = by_key((lookup.component(key), use.strength * use.patch.scalars["scale"]) for key, use in scaled)
     return {component: spread(values) for component, values in factors.items()}

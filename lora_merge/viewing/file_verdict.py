@@ -14,7 +14,8 @@ from typing import Any, Final
 from ..algorithms import ALGORITHMS
 from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..files.file_signatures import instead
-from ..models.names import CLASS_ENDS, stated_class
+from ..models.components import stated_class
+from ..models.names import CLASS_ENDS
 from ..paths import input_name, typed
 from ..text import listed, plural, size, with_article
 

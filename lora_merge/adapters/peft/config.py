@@ -201,7 +201,7 @@ class PeftConfig:
             return self.steps.pattern(expression, WHOLE_NAME).matches(self._path(module), self.steps)
 
     def _path(self, module: str) -> str:
-        return module.removeprefix(self.inside).removesuffix(".default")  # see suffixes.REWRITES
+        return module.removeprefix(self.inside).removesuffix(".default")  # see suffixes.KEY_REWRITES
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:

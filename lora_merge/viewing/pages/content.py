@@ -8,6 +8,7 @@ from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...facts import Fact
+from ...grouping import by_key
 from ...models.blocks import in_order
 from ...models.prefixes import innermost
 from ...paths import typed
@@ -149,10 +150,8 @@ class PageContent:
         # Each weight has a cell: its block is the row, its kind of layer the column.
         at = grid_places({name: numbers.get("block", "") for name, numbers in weights.items()}, blocks)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
-        cells: dict[tuple[int, int], list[str]] = {}
         row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
-        for name, (block, kind) in at.items():
-            cells.setdefault((row_of[block], column_of[kind]), []).append(name)
+        cells = by_key(((row_of[block], column_of[kind]), name) for name, (block, kind) in at.items())
         self.data["heat_maps"].append(
             {
                 "title": title,

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...command import MERGE
 from ...facts import line, strengths, times
+from ...grouping import by_key
 from ...paths import removal
 from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows, of_change, trigger_words
 from ...survival import ENOUGH, grade, judged, worst
@@ -267,11 +268,8 @@ NAMED_OUTPUTS: Final = 3  # outputs that a reason of several jobs names
 
 def _grouped(jobs: Sequence[Values]) -> dict[str, list[str]]:
     """Return why jobs failed, and their warnings: text → the outputs that it is about, failures first."""
-    texts: dict[str, list[str]] = {}
-    for job in sorted(jobs, key=lambda job: job["status"] in DONE):
-        for text in _warnings(job):
-            texts.setdefault(text, []).append(Path(job["output"]).name)
-    return texts
+    ordered = sorted(jobs, key=lambda job: job["status"] in DONE)
+    return by_key((text, Path(job["output"]).name) for job in ordered for text in _warnings(job))
 
 
 def _grid(jobs: Sequence[Values]) -> tuple[str, Sequence[Column], list[list[Any]]]:
