@@ -68,11 +68,8 @@ def is_norm_limit(row: Algorithm, module: str, alpha: float | None, metadata: Ma
     if row.alpha_as_limit is None:
         return False
     start, value = row.alpha_as_limit
-    return (
-        module.startswith(start)
-        and alpha == value
-        and metadata.keys().isdisjoint((*READ_ARGUMENTS, "ss_network_module"))
-    )
+    of_others = metadata.keys().isdisjoint((*READ_ARGUMENTS, "ss_network_module"))
+    return of_others and module.startswith(start) and alpha == value
 
 
 def network_arguments(row: Algorithm, metadata: Mapping[str, str], where: str) -> NetworkArguments:

@@ -374,9 +374,6 @@ def rank_of(module: Module) -> int:
     if slot is None or not (shape := module.slots[slot].shape):
         return 0
     up = module.shapes.get("up", ())
-    kernel = up[1:] == (
-        shape[0],
-        *(1 for _ in shape[2:]),
-    )  # a convolution's, which a layer of experts has at rank 1 only
+    kernel = up[1:] == (shape[0], *(1 for _ in shape[2:]))  # a convolution's; of experts at rank 1 only
     stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].layout == "experts" for name in complete)
     return shape[1 if stack else -1 if any(ALGORITHMS[name].layout == "in_out" for name in complete) else 0]

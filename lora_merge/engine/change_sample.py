@@ -238,13 +238,9 @@ class Sampling:
         block = blocks[0]
         if block.target.packed is None:
             return 1
-        rows, enough = (
-            self.rows(blocks),
-            max(represents // self.every, COARSE_FACTOR * self.least // max(block.cols, 1), 1),
-        )
-        return max(
-            (step for step in (1, 2, 4, 8, 16) if len(rows) % step == 0 and len(rows) // step >= enough), default=1
-        )
+        enough = max(represents // self.every, COARSE_FACTOR * self.least // max(block.cols, 1), 1)
+        rows = len(self.rows(blocks))
+        return max((step for step in (1, 2, 4, 8, 16) if rows % step == 0 and rows // step >= enough), default=1)
 
     def by_runs(self, blocks: Sequence[Block]) -> bool:
         """Return whether these blocks are sampled by runs."""
@@ -320,13 +316,8 @@ class RowSample:
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
             width = 1 << (width - 1).bit_length()
-        sample = RowSample(
-            blocks,
-            [rows] * n,
-            represents,
-            workspace(base, (3, n, width)),
-            step=sampling.step(blocks, max(represents)),
-        )
+        work, step = workspace(base, (3, n, width)), sampling.step(blocks, max(represents))
+        sample = RowSample(blocks, [rows] * n, represents, work, step=step)
         take(strided(base, rows), sample.work.select(0, 0))
         return sample
 
@@ -507,19 +498,13 @@ def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
         kinds.setdefault(kind, []).append(w)
     for alike in kinds.values():
         first = alike[0]
-        yield (
-            first
-            if len(alike) == 1
-            else RowSample(
-                [b for w in alike for b in w.blocks],
-                [r for w in alike for r in w.rows],
-                [s for w in alike for s in w.represents],
-                torch.cat([w.work for w in alike], 1),
-                stored=None if first.stored is None else torch.cat([w.stored for w in alike if w.stored is not None]),
-                before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
-                units=[unit for w in alike for unit in w.units],
-            )
-        )
+        yield first if len(alike) == 1 else RowSample(
+            [b for w in alike for b in w.blocks], [r for w in alike for r in w.rows],
+            [s for w in alike for s in w.represents], torch.cat([w.work for w in alike], 1),
+            stored=None if first.stored is None else torch.cat([w.stored for w in alike if w.stored is not None]),
+            before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
+            units=[unit for w in alike for unit in w.units],
+        )  # fmt: skip
 
 
 class SharedSums:

@@ -117,11 +117,8 @@ def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTen
         if piece:
             first, last = piece[0], piece[-1]
             gap = info.offset - last.offset - last.nbytes
-            near = (
-                info.source == first.source
-                and 0 <= gap <= UPLOAD_GAP
-                and info.offset + info.nbytes - first.offset <= most
-            )
+            size = info.offset + info.nbytes - first.offset
+            near = info.source == first.source and 0 <= gap <= UPLOAD_GAP and size <= most
             if not near or (info.offset - first.offset) % TORCH_DTYPES[info.dtype].itemsize:
                 yield piece
                 piece = []

@@ -76,11 +76,10 @@ def run_together(
             if isinstance(o, _Output):
                 result = next(written)
                 deliver_pending()
-                outcome = (
-                    o.failed(result)
-                    if isinstance(result, Exception)
-                    else o.attempt(partial(_end, o, result, reader, share, progress))
-                )
+                if isinstance(result, Exception):
+                    outcome = o.failed(result)
+                else:
+                    outcome = o.attempt(partial(_end, o, result, reader, share, progress))
             else:
                 deliver_pending()
                 outcome = o
@@ -132,16 +131,8 @@ def _open(plan: Plan, stack: ExitStack, progress: Progress) -> _Output | Excepti
     """Return the output under its temporary name, or the error that prevents it."""
     started, job = time.monotonic(), plan.job
     try:
-        part = stack.enter_context(
-            replacing(
-                job.output,
-                plan.inputs,
-                overwrite=job.overwrite,
-                folder=plan.is_folder,
-                contents=plan.contents,
-                progress=progress,
-            )
-        )
+        part = stack.enter_context(replacing(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder,
+                                             contents=plan.contents, progress=progress))  # fmt: skip
     except Exception as e:  # noqa: BLE001
         return as_resource_error(e) or e
     output = _Output(plan, part, stack, 0.0)
@@ -199,24 +190,12 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
     for path, digest in zip(plan.inputs, written.digests, strict=True):
         if path in touched and sha256(path) != digest:
             raise changed(path, "its bytes differ, though its time of change does not")
-    full = bool(touched)
-    verifies = plan.job.verify or full
     # The proof of the output.
-    headers, checked = final_headers(plan, written.digests, written.sums), written.measures.samples
-    proof = (
-        verify(
-            plan,
-            written.part,
-            reader,
-            full=full,
-            written=headers,
-            recorded=checked,
-            measured=_measured(written),
-            progress=progress,
-        )
-        if verifies
-        else None
-    )
+    proof = None
+    if plan.job.verify or touched:
+        headers = final_headers(plan, written.digests, written.sums)
+        proof = verify(plan, written.part, reader, full=bool(touched), written=headers, progress=progress,
+                       recorded=written.measures.samples, measured=_measured(written))  # fmt: skip
     if touched != reader.check_unchanged(plan.inputs):
         raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
     words = named(written.part, plan.job.output)

@@ -147,11 +147,8 @@ def layer_relatives(
         raise refuse(rules.kind, f"{most} layers share a basis, more than any model has", CONVERT, rules.fields.where)
     # The settings of the basis: those of the configuration, and the widths of all kinds up to the layer's own.
     fields, widths = rules.fields, {kind: _width(layers[paths[0]]) for kind, paths in kinds.items()}
-    common = {
-        "ridge": fields.number("regularization_alpha", 1e-3),
-        "share": fields.number("sparse_rate", 0.01),
-        "seed": fields.integer("projection_prng_key", 0),
-    }
+    ridge, share = fields.number("regularization_alpha", 1e-3), fields.number("sparse_rate", 0.01)
+    common = {"ridge": ridge, "share": share, "seed": fields.integer("projection_prng_key", 0)}
     same = {kind: tuple(layers[p].name for p in paths) for kind, paths in kinds.items()}
     before = list(accumulate((widths[kind],) for kind in sorted(kinds)))
     up_to = dict(zip(sorted(kinds), before, strict=True))

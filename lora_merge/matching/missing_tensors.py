@@ -59,7 +59,7 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
     lacking_slots: dict[str, str] = {}
     for m, has in weights:
         if {"up", "down"} <= has:
-            missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
+            missing = rules.of(m.name).pair_slots - has - ({"bias"} if m.name in biases else set())
         else:
             missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
         missing = missing or (_slot_of_others(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)

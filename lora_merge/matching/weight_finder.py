@@ -238,10 +238,8 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: FileVa
     shape = _adapters_size(module, view, adapter, values, model)
     if shape == view.shape:
         return view
-    piece, where = (
-        view.row_slices[0],
-        f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}",
-    )
+    piece = view.row_slices[0]
+    where = f"{adapter.path}: {module.where} to {list(shape)}, the base has {list(view.shape)}"
     if len(shape) != len(view.shape):
         raise FitError(
             "the adapter gives a weight another number of axes", where, "merge into the model it was trained on"

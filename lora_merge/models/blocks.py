@@ -74,16 +74,8 @@ _LAST: Final = ("out.", "conv_norm_out.", "conv_out.")  # the end of a U-Net cou
 _ENDS: Final = re.compile(r"(?:final_layer|norm_out|proj_out)\.")
 _LAYER_WORDS: Final = frozenset({"blocks", "block", "layers", "layer", "h", "resblocks"})
 _COMMON: Final = _LAYER_WORDS | {
-    "model",
-    "models",
-    "transformer",
-    "text",
-    "language",
-    "joint",
-    "stream",
-    "module",
-    "net",
-}
+    "model", "models", "transformer", "text", "language", "joint", "stream", "module", "net",
+}  # fmt: skip
 """Words that occur in the names of many stacks, so that they do not distinguish stacks."""
 
 SD_BLOCKS: Final = 26

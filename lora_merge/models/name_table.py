@@ -206,11 +206,8 @@ def _joined(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView
     whole = stacked(chosen) if chosen else None
     if whole is None or not row.stack:
         return whole
-    return (
-        WeightView(whole.row_slices, (count, whole.shape[0] // count, whole.shape[1]))
-        if len(whole.shape) == 2
-        else None
-    )
+    shape = whole.shape
+    return WeightView(whole.row_slices, (count, shape[0] // count, shape[1])) if len(shape) == 2 else None
 
 
 def form(name: str) -> str:

@@ -85,11 +85,7 @@ MOST_PLACES: Final = 2**14
 MOST_COMPARED_LEVELS: Final = 32
 """The most levels of a name that is compared with others level by level."""
 
-NOT_MEANT: Final = {
-    "te1": ("clip_g",),
-    "te2": ("clip_l", "clip_h"),
-    "te3": ("clip_l", "clip_h", "clip_g"),
-}
+NOT_MEANT: Final = {"te1": ("clip_g",), "te2": ("clip_l", "clip_h"), "te3": ("clip_l", "clip_h", "clip_g")}
 """Name of an encoder → kinds that it cannot mean in a base without a known denoiser."""
 
 
@@ -181,10 +177,7 @@ class Names:
         A fused layer that the base does not have is the rows of its layers, in order.
         """
         if self._renames:
-            module = next(
-                (m.expand(new) for pattern, new in self._renames if (m := pattern.fullmatch(module))),
-                module,
-            )
+            module = next((m.expand(new) for pattern, new in self._renames if (m := pattern.fullmatch(module))), module)
         if (view := self._place(module, parameter)) is not None:
             return view
         views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]

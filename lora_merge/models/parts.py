@@ -130,11 +130,8 @@ class Parts:
         order = blocks(self._names).order if self._names else ()
         known = {*networks.values()} or self._known
         every = {name.lower(): name for name in (*sorted(known), *order)}
-        near = [
-            every[name]
-            for name in get_close_matches(text[:MOST_COMPARED].lower(), every, 2, 0.75)
-            if text.lower() not in every
-        ]
+        alike = get_close_matches(text[:MOST_COMPARED].lower(), every, 2, 0.75) if text.lower() not in every else ()
+        near = [every[name] for name in alike]
         keys = self._names.shapes if self._names and text.lower() not in every else ()
         if not near and re.fullmatch(r"\w{2,}", text) and any(text in key for key in keys):
             near = [f"*{text}*"]

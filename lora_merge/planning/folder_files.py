@@ -147,12 +147,7 @@ def chosen_tokenizer(
     notes = []
     for folder, row in zip(adapters, rows, strict=True):
         size = vocabulary_size(folder.path) if folder in whole and folder.path in other else None
-        if (
-            size is not None
-            and size != size_of_base
-            and (size_of_base or 0) < size <= row.after
-            and (row.changed or size == row.after)
-        ):
+        if size is not None and (size_of_base or 0) < size <= row.after and (row.changed or size == row.after):
             tokenizer = _tokenizer(folder, base, f"it has {size} tokens, the embeddings have {row.after} rows")
             note = Note(f"the tokenizer of the output is that of {folder.path.name}: {tokenizer.why}")
             return tokenizer, (note,)

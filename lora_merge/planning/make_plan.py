@@ -148,12 +148,8 @@ def _target(
         kind = "whole numbers" if info.dtype[0] in "IUB" else "values that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
-    if (
-        weight.shape != info.shape
-        and packed is not None
-        and packed.encoding.quantised
-        and info.dtype not in QUANTISED_TYPES
-    ):
+    scaled = packed is not None and packed.encoding.quantised and info.dtype not in QUANTISED_TYPES
+    if scaled and weight.shape != info.shape:
         raise FitError("an adapter changes the size of a quantised weight, whose scales have the old one",
                        f"{info.file}: {name} is {list(info.shape)}, the adapter has {list(weight.shape)}",
                        "write `--dtype bf16`")  # fmt: skip

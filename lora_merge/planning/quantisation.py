@@ -180,15 +180,9 @@ def _as_loaders_read(
         for name in left_out:  # grows
             meant = [other for other in coded if other.endswith(name) or f"{name}." in other]
             info = modules[name]
-            new = (
-                form.make(info)
-                if meant
-                and _fits(info)
-                and _is_decodable(info, base)
-                and not excepted.cover([info.name], names.component(info.name))
-                else None
-            )
-            if new is not None:
+            possible = meant and _fits(info) and _is_decodable(info, base)
+            possible = possible and not excepted.cover([info.name], names.component(info.name))
+            if possible and (new := form.make(info)) is not None:
                 result[info.name] = new
                 coded.add(name)
                 continue
@@ -216,11 +210,9 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if job.dtype in GGUF_TYPES:
         return OutputFormat(_blocks_of(base, job.dtype.upper()))
     where, folder = f"`--dtype {job.dtype}`", base.path.is_dir()
-    table, reader = (
-        (FOLDER_FORMATS, "transformers cannot read a folder")
-        if folder
-        else (FILE_FORMATS, "ComfyUI cannot read a file")
-    )
+    table, reader = FILE_FORMATS, "ComfyUI cannot read a file"
+    if folder:
+        table, reader = FOLDER_FORMATS, "transformers cannot read a folder"
     if folder and (base.components or "_class_name" in base.config):
         table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers cannot read a folder"
     if job.dtype not in table:
@@ -262,10 +254,7 @@ def _is_decodable(info: StoredTensor, base: Index) -> bool:
 
 def precise(name: str) -> bool:
     """Return whether a weight keeps its values by default because of its name in its component."""
-    return bool(
-        re.search(PRECISE, name)
-        and not (INNER_LAYERS.search(name) and not re.search(PRECISE, INNER_LAYERS.sub("", name)))
-    )
+    return bool(re.search(PRECISE, name) and re.search(PRECISE, INNER_LAYERS.sub("", name)))
 
 
 def _blocks_of(base: Index, kind: str) -> Callable[[StoredTensor], NewWeight | None]:

@@ -54,12 +54,7 @@ REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
 """Field of a LoRA configuration that selects another method → (method, why it is refused, what to do instead)."""
 
 REFUSED_INIT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "corda": "CorDA",
-        "loftq": "LoftQ",
-        "lora_ga": "LoRA-GA",
-        "pissa_niter": "PiSSA with a randomised start",
-    }
+    {"corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA", "pissa_niter": "PiSSA with a randomised start"}
 )
 """Start of `init_lora_weights` → method that changes the base in a way that files cannot reproduce."""
 

@@ -124,7 +124,7 @@ class PeftRules:
         return self.fields.flag("fan_in_fan_out", default=False)
 
     @property
-    def beside_pairs(self) -> frozenset[str]:
+    def pair_slots(self) -> frozenset[str]:
         """The slots that every pair of LoRA factors of this configuration has next to the factors."""
         switches = self.method.switches
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
