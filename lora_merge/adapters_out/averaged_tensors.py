@@ -28,7 +28,7 @@ from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
 from .factored_modules import FactoredSums, StoredValues, finite_values, read_values, weight_norms
 from .factors import FactoredDelta
-from .groups import Target, layers_of_weights
+from .groups import OutputModule, components, layers_of_weights
 from .job import AdapterJob
 from .module_tensors import AdapterNorms, ChangeOfMean, Layer, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
@@ -128,9 +128,9 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
         expect_room(job, rows)
-        weights = weights_of(job, layers_of_weights(sources.targets))
-        norms = weight_norms(sources, reader)
-        layers = dict(_layers(sources, job, means, norms, this.counted("make", weights)))
+        modules = layers_of_weights(sources.targets)
+        weights = weights_of(job, modules)
+        layers = dict(_layers(sources, modules, job, means, this.counted("make", weights)))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
             bits, kind = means.of(info)
@@ -156,31 +156,34 @@ def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
 
 def _layers(
     sources: Sources,
+    modules: Sequence[OutputModule],
     job: AdapterJob,
     means: Averages,
-    weight: Callable[[Target], float | None],
     count: Callable[[int], object],
 ) -> Iterator[tuple[str, Layer]]:
-    """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum. `weight`:
-    gives ‖W‖² of the rows of the base that a layer changes; `count`: is called with the bytes of each layer."""
+    """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum.
+    `count`: is called with the bytes of each layer."""
+    weight = weight_norms(sources, means.reader)
     of_changes = FactoredSums(job, partial(read_values, means.reader))
     of_tensors = FactoredSums(job, means.of)
     matrices: AveragedMatrices | None = None
-    for target in sources.targets:
+    for group in components(modules):
+        parts = [part for module in group for part in module.parts]
+        target = parts[0].target
         first = min((u.patch.adapter for u in target.uses), default=0)  # one of weight 0 has no uses
         uses = tuple(u._replace(strength=1.0) for u in target.uses if u.patch.adapter == first)
         alone = replace(target, uses=uses, values=target.values[:1])
         kind = uses[0].patch.algorithm if uses else "replacement"
         delta, written = of_changes.delta(target), of_tensors.delta(alone)
-        layers: Iterable[tuple[Target, ChangeOfMean]]
+        layers: Iterable[ChangeOfMean]
         if delta is not None and written is not None:
-            layers = ((part, _facts(delta.of(part), written.of(only), delta.norms[part.label]))
-                      for part, only in zip(target.stored, alone.stored, strict=True))  # fmt: skip
+            layers = (_facts(delta.of(part), written.of(replace(part, target=alone)), delta.norms[part.runs])
+                      for part in parts)  # fmt: skip
         else:
             matrices = matrices or _matrices(job, sources, means)
-            layers = matrices.layers(target, alone)
-        for part, mean in layers:
-            yield part.label, Layer(kind, mean.rank, mean.before, None, mean.squares, mean.lost,
+            layers = matrices.layers(parts, alone)
+        for module, part, mean in zip(group, parts, layers, strict=True):
+            yield module.place.label, Layer(kind, mean.rank, mean.before, None, mean.squares, mean.lost,
                                     effect=mean.effect, norms=mean.norms, weight=weight(part))  # fmt: skip
             count(8 * prod(part.matrix))
 

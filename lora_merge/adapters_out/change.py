@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod, sqrt
+from math import prod
 from typing import Final
 
 import torch
@@ -26,9 +26,9 @@ from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .factors import placed, shortest, spread, squares_of
-from .groups import Target, is_stored_pair, rank_of_change
+from .groups import Place, Runs, Target, is_stored_pair, rank_of_change
 from .job import GIVE_BASE, AdapterJob
-from .module_tensors import AdapterNorms
+from .module_tensors import AdapterNorms, layer_norms
 from .rounding import squares_of_rows
 from .sources import NOWHERE, Sources, reshaped, without_values
 
@@ -122,7 +122,7 @@ class Evaluator:
         if factors and is_stored_pair(patch):
             computed = ModuleChange(*self._pair(patch))
         else:
-            weight = self.sources.weights.get(piece.key) or without_values(target.name, target)
+            weight = self.sources.weights.get(piece.key) or without_values(target.key, target)
             computed = change_of_patch(patch, weight, self.tensors, self.at, factors=factors)
         if factors:
             left, right = shortest(*computed.factors)
@@ -222,7 +222,8 @@ def change_of(patch: Patch, evaluator: Evaluator) -> Change:
     """Return the whole change of a patch at strength 1, in its own rows."""
     rows, cols = patch.view.matrix
     piece = RowSlice(patch.view.row_slices[0].key, 0, rows, cols)
-    target = Target(patch.module.name, "weight", patch.view.shape, (PatchPart(patch, piece, 0, 1.0),), (), "")
+    place, use = Place("", patch.module.name, "weight", patch.view), PatchPart(patch, piece, 0, 1.0)
+    target = Target(piece.key, patch.view.shape, (use,), places=(place,))
     return evaluator.changes(target)[0]
 
 
@@ -247,14 +248,9 @@ def squares_between(first: RowMatrix, other: RowMatrix, factor: float = 1.0) -> 
     return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)
 
 
-def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, AdapterNorms]:
-    """Return the norms of the changes of a weight in each layer that it is stored as."""
-    norms = dict[str, AdapterNorms]()
-    for part in target.stored:
-        runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
-        of_adapters = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)
-        norms[part.label] = {adapter: norm for adapter, norm in of_adapters if norm}
-    return norms
+def norms_of(changes: Sequence[Change], target: Target) -> Mapping[Runs, AdapterNorms]:
+    """Return the norms of the changes of a weight in each of its layers."""
+    return layer_norms(target, changes, _squares)
 
 
 def _squares(change: Change, rows: slice) -> float:

@@ -37,7 +37,7 @@ from .factors import (
     stacked,
     truncated,
 )
-from .groups import Place, Target
+from .groups import Place, PlacePart, Runs, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .matrix_svd import of_dense, values_of
 from .module_tensors import AdapterNorms, ChangeOfMean, Layer, StoredModule
@@ -86,7 +86,7 @@ class Delta(ModuleChange):
     """Δ of one layer before it is cut to a rank."""
 
     before: int = 0  # the largest rank of the inputs; 0 where one of them is a matrix without factors
-    norms: Mapping[str, AdapterNorms] = field(default_factory=dict)  # of each layer that the weight is stored as
+    norms: Mapping[Runs, AdapterNorms] = field(default_factory=dict)  # of each layer of the weight
     known: Totals | None = None  # of a whole matrix, where they are known
 
     @staticmethod
@@ -100,7 +100,7 @@ class Delta(ModuleChange):
         left, right = self.factors
         return FactoredDelta(left.numpy(), right.numpy(), self.before)
 
-    def of(self, part: Target) -> Delta:
+    def of(self, part: PlacePart) -> Delta:
         """Return the rows of Δ that a layer stores; of its factors, the columns that are not zero there."""
         if not part.runs:
             return self
@@ -189,45 +189,45 @@ class Storage:
     noise: float  # singular values below this share of the largest one are noise of the inputs
     at: Placement = HOST  # where matrices are decomposed
 
-    def layer(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None = None) -> tuple[Slots, Layer]:
+    def layer(self, place: Place, delta: Delta, cut: Cut, triples: Triples | None = None) -> tuple[Slots, Layer]:
         """Return the stored tensors of a layer, and its facts. `triples`: of Δ, as many as the rule needs, if they are
         known."""
-        if target.vector or self.algorithm == WHOLE:
-            return self._whole(target, delta)
-        tensors, layer = self._factored(target, delta, cut, triples)
+        if place.vector or self.algorithm == WHOLE:
+            return self._whole(place, delta)
+        tensors, layer = self._factored(place, delta, cut, triples)
         out, cols = delta.matrix
         if self.algorithm == AUTO and layer.algorithm == FACTORS and layer.rank * (out + cols) >= out * cols:
-            return self._whole(target, delta)  # smaller, and nothing is cut
+            return self._whole(place, delta)  # smaller, and nothing is cut
         return tensors, layer
 
-    def _factored(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None) -> tuple[Slots, Layer]:
+    def _factored(self, place: Place, delta: Delta, cut: Cut, triples: Triples | None) -> tuple[Slots, Layer]:
         """Return the layer as factors; as a whole matrix if it has none, which headers show (form.py)."""
         if cut.rule.name == EXACT and cut.rank is None:
             if delta.whole is not None:
-                return self._whole(target, delta)
-            return self.pair(target.shape, delta.before, exact(delta.factored, cut, self.kind))
+                return self._whole(place, delta)
+            return self.pair(place.view.shape, delta.before, exact(delta.factored, cut, self.kind))
         rank = cut.rank
         rule = cut.rule if rank is None else replace(cut.rule, most=rank)  # no more vectors than are stored
-        with decomposing(target.name):
+        with decomposing(place.name):
             leading = triples or spectrum(delta, rule, self.noise, self.at)
         if delta.whole is None:
-            return self.pair(target.shape, delta.before, truncated(delta.factored, leading, cut, self.kind))
-        return self._cut(target, delta.whole, delta.before, leading, cut)
+            return self.pair(place.view.shape, delta.before, truncated(delta.factored, leading, cut, self.kind))
+        return self._cut(place, delta.whole, delta.before, leading, cut)
 
-    def _whole(self, target: Target, delta: Delta) -> tuple[Slots, Layer]:
+    def _whole(self, place: Place, delta: Delta) -> tuple[Slots, Layer]:
         """Return the whole matrix, rounded once."""
         stored = rounded(delta.rows, self.dtype)
         effect = None if delta.whole is None else stored.totals.effect
         layer = Layer(WHOLE, 0, delta.before, None, stored.totals.squares, stored.lost, effect=effect)
-        return {"diff": stored.values.reshape(target.shape)}, layer
+        return {"diff": stored.values.reshape(place.view.shape)}, layer
 
-    def _cut(self, target: Target, whole: RowMatrix, before: int, triples: Triples, cut: Cut) -> tuple[Slots, Layer]:
+    def _cut(self, place: Place, whole: RowMatrix, before: int, triples: Triples, cut: Cut) -> tuple[Slots, Layer]:
         """Return the leading triples of a matrix as factors."""
         pair = rounded_pair(triples.pair(cut.chosen(triples, before)), cut, self.kind)
         up, down = map(torch.from_numpy, pair.real)
         lost = max(0.0, apart_from(whole, up, down, triples.squares))
         return self.pair(
-            target.shape, before, StoredFactors(*pair.bits, pair.alpha, triples.squares, lost, spectrum_of(triples))
+            place.view.shape, before, StoredFactors(*pair.bits, pair.alpha, triples.squares, lost, spectrum_of(triples))
         )
 
     @property
@@ -317,15 +317,16 @@ class AveragedMatrices:
         bits, dtype = self._read(info)
         return tensor_of(bits, TORCH_DTYPES[dtype]).reshape(info.shape)
 
-    def layers(self, target: Target, alone: Target) -> Iterator[tuple[Target, ChangeOfMean]]:
-        """Yield the layers that a weight is stored as. `alone`: the weight with the first snapshot's uses alone."""
+    def layers(self, parts: Sequence[PlacePart], alone: Target) -> Iterator[ChangeOfMean]:
+        """Yield the facts of the layers of a weight. `alone`: the weight with the first snapshot's uses alone."""
+        target = parts[0].target
         changes = self._stored.changes(target)
         delta = combine(self._job, target, changes, [""] * len(changes))
         written, norms = combine(self._job, alone, self._averaged.changes(alone), [""]), norms_of(changes, target)
-        for part, only in zip(target.stored, alone.stored, strict=True):
-            rows, real = delta.of(part), written.of(only)
-            yield part, ChangeOfMean(rows.before, real.before, rows.squares, _apart(rows, real), rows.effect,
-                                     norms[part.label])  # fmt: skip
+        for part in parts:
+            rows, real = delta.of(part), written.of(replace(part, target=alone))
+            yield ChangeOfMean(rows.before, real.before, rows.squares, _apart(rows, real), rows.effect,
+                               norms[part.runs])  # fmt: skip
         self._stored.forget()
         self._averaged.forget()
 

@@ -41,9 +41,9 @@ from .factors import (
     without_repeats,
 )
 from .form import Conversion, Form
-from .groups import OutputModule, PlacePart, Target, is_stored_pair
+from .groups import OutputModule, PlacePart, Runs, Target, is_stored_pair, ranks_of
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import AdapterNorms, Layer, StoredModule, with_change
+from .module_tensors import AdapterNorms, Layer, StoredModule, layer_norms, with_change
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import (
@@ -65,7 +65,7 @@ NORM_SAMPLE: Final = 2**14
 """The values of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
 
-def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
+def weight_norms(sources: Sources, reader: Reader) -> Callable[[PlacePart], float | None]:
     """Return a function that returns ‖W‖² of the rows of the base's weight that a layer changes, from some of them that
     are spread evenly; None without a base, and of a weight that is not stored whole."""
     if sources.inputs is None or sources.inputs.base.path == NOWHERE:
@@ -74,8 +74,8 @@ def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float |
 
     base = WeightReader(reader, sources.inputs.base)
 
-    def squares(part: Target) -> float | None:
-        weight = sources.weights.get(part.key)
+    def squares(part: PlacePart) -> float | None:
+        weight = sources.weights.get(part.target.key)
         if weight is None or weight.padded:
             return None
         _, cols = part.matrix
@@ -195,7 +195,7 @@ class FactoredSums:
 
     def _is_concatenated(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> bool:
         """Return whether the output has the factors of all adapters side by side: of all rows, each one once."""
-        if target.parts or self.job.compute_dtype is not None or self.job.method not in (SUM, MEAN):
+        if self.job.compute_dtype is not None or self.job.method not in (SUM, MEAN):
             return False
         distinct, rows = Distinct(), target.matrix[0]
         for n, (use, up, down, kinds, _) in enumerate(factors):
@@ -220,7 +220,7 @@ class FactoredSums:
         left *= of_columns.astype(np.float32)
         bits = FactorBits(dtype, ups, scales, down)
         norms = dict[int, float]()
-        delta = FactoredDelta(left, right, max(ranks), {target.label: norms}, bits)
+        delta = FactoredDelta(left, right, max(ranks), {(): norms}, bits)
         # Step 2: the norms of all terms, by which fp32 holds it or not.
         columns, rows = delta.grams
         largest = DTYPE_ROWS[dtype].largest * np.minimum(np.abs(of_columns), 1.0)
@@ -250,7 +250,8 @@ class FactoredSums:
             (s.left if w == 1 else s.left * w, s.right) for s, w in zip(summands, weights, strict=True)
         )
         left, right = left.astype(np.float64, copy=False), right.astype(np.float64, copy=False)
-        return FactoredDelta(left, right, max(s.left.shape[1] for s in summands), _norms(summands, target))
+        norms = layer_norms(target, summands, lambda s, rows: squares_of(s.left[rows], s.right))
+        return FactoredDelta(left, right, max(s.left.shape[1] for s in summands), norms)
 
     def _summand(self, target: Target, factors: Sequence[StoredFactor], kind: type[np.float32 | np.float64]) -> Summand:
         """Return the change by one adapter, in the rows of the target."""
@@ -281,17 +282,6 @@ def has_factors(patch: Patch) -> bool:
     return plain and dtypes <= FLOATS
 
 
-def _norms(summands: Iterable[Summand], target: Target) -> dict[str, AdapterNorms]:
-    """Return the norms of the changes of a weight at their strengths, in each layer that it is stored as."""
-    norms = dict[str, AdapterNorms]()
-    for part in target.stored:
-        runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
-        of_adapters = ((s.adapter, abs(s.strength) * sqrt(sum(squares_of(s.left[rows], s.right) for rows in runs)))
-                       for s in summands)  # fmt: skip
-        norms[part.label] = {adapter: norm for adapter, norm in of_adapters if norm}
-    return norms
-
-
 def noise_of(sources: Sources) -> float:
     """Return the share of the largest singular value below which others are noise of the inputs."""
     stored = [i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()]
@@ -306,7 +296,7 @@ class FactoredModules:
     sums: FactoredSums
     noise: float
     """Singular values below this share of the largest one are noise of the inputs."""
-    weight: Callable[[Target], float | None]
+    weight: Callable[[PlacePart], float | None]
     """Gives ‖W‖² of the rows of the base that a layer changes."""
     weights: dict[int, FactoredDelta | None] = field(default_factory=dict)
     """Identity of a weight → its Δ, of the weights of the last modules."""
@@ -326,9 +316,9 @@ class FactoredModules:
     def has(self, output: OutputModule) -> bool:
         """Return whether headers show that a module is made here."""
         form = self.forms[output.place.label]
-        if form.kind != "matrix" or form.whole or not all(self.sums.has(part.whole) for part in output.parts):
+        if form.kind != "matrix" or form.whole or not all(self.sums.has(part.target) for part in output.parts):
             return False
-        patches = [use.patch for part in output.parts for use in part.layer.uses if use.strength]
+        patches = [use.patch for part in output.parts for use in part.uses if use.strength]
         columns = sum(min(patch.shapes["down"][0], *patch.view.matrix) for patch in patches)
         return form.rule.name == EXACT or columns <= min(output.place.view.matrix)
 
@@ -369,7 +359,7 @@ class FactoredModules:
         if factors.rank and to.alpha:
             alpha = data_of(np.array([factors.alpha], np.float32))
             entries[to.endings.get("alpha", ".alpha")] = Entry("alpha", "F32", (), alpha)
-        norms = norms_of_parts((part, self.weights[id(part.whole)]) for part in output.parts)
+        norms = norms_of_parts((part, self.weights[id(part.target)]) for part in output.parts)
         weight = self.weight_of(output) if factors.squares and factors.rank else None
         layer = Layer(FACTORS, factors.rank, delta.before, factors.alpha, factors.squares, factors.lost,
                       effect=delta.effect, norms=norms, weight=weight, spectrum=factors.spectrum)  # fmt: skip
@@ -392,22 +382,22 @@ class FactoredModules:
         alpha, stored = self.conversion.job.alpha, self.conversion.to.alpha
         if not isinstance(alpha, str):
             return Cut(rule, rank, float(alpha) if stored else None)
-        scales = {_scale(part.layer) for part in output.parts} if stored and alpha != "rank" else {1.0}
+        scales = {_scale(part.uses) for part in output.parts} if stored and alpha != "rank" else {1.0}
         return Cut(rule, rank, None, scales.pop() if len(scales) == 1 else 1.0)
 
     def weight_of(self, output: OutputModule) -> float | None:
         """Return ‖W‖² of a module; None where it is not known."""
-        weights = [self.weight(part.layer) for part in output.parts]
+        weights = [self.weight(part) for part in output.parts]
         return None if None in weights else sum(weight for weight in weights if weight is not None)
 
     def _delta(self, output: OutputModule) -> FactoredDelta | None:
         """Return Δ of a module; None where the change of a weight that it has rows of is a matrix."""
-        exactly = output.alone is not None and self.forms[output.place.label].rule.name == EXACT
+        exactly = output.alone and self.forms[output.place.label].rule.name == EXACT
         changes = list[tuple[PlacePart, FactoredDelta]]()
         for part in output.parts:
-            key = id(part.whole)
+            key = id(part.target)
             if key not in self.weights:
-                self.weights[key] = self.sums.delta(part.whole, self.dtype if exactly else None)
+                self.weights[key] = self.sums.delta(part.target, self.dtype if exactly else None)
             if (delta := self.weights[key]) is None:
                 return None
             changes.append((part, delta))
@@ -430,11 +420,11 @@ def factored_modules(conversion: Conversion, reader: Reader) -> Callable[[], Fac
     return partial(FactoredModules, conversion, sums, noise_of(sources), weight_norms(sources, reader))
 
 
-def _scale(layer: Target) -> float:
-    """Return α / rank of the one change of a layer; 1 for others."""
-    if len(layer.uses) != 1:
+def _scale(uses: Sequence[PatchPart]) -> float:
+    """Return α / rank of the one change of some rows; 1 for others."""
+    if len(uses) != 1:
         return 1.0
-    patch = layer.uses[0].patch
+    patch = uses[0].patch
     scale = patch.scalars.get("scale")
     plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
     return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
@@ -459,7 +449,7 @@ def delta_of_parts(output: OutputModule, changes: Sequence[tuple[PlacePart, Fact
 
 def _in_place(part: PlacePart, delta: FactoredDelta) -> FactoredDelta:
     """Return Δ of rows of a weight, as the place has them."""
-    delta = delta.of(part.layer)
+    delta = delta.of(part)
     if part.turned is None:
         return delta
     turned, columns = delta.turned, part.turned.columns
@@ -468,28 +458,28 @@ def _in_place(part: PlacePart, delta: FactoredDelta) -> FactoredDelta:
 
 class _WithNorms(Protocol):
     @property
-    def norms(self) -> Mapping[str, AdapterNorms]: ...
+    def norms(self) -> Mapping[Runs, AdapterNorms]: ...
 
 
 def norms_of_parts(changes: Iterable[tuple[PlacePart, _WithNorms | None]]) -> AdapterNorms:
     """Return the norm of each adapter's change of a module, from those of its rows of the Δ of each weight."""
     squares: dict[int, float] = {}
     for part, delta in changes:
-        for adapter, norm in ({} if delta is None else delta.norms.get(part.layer.label, {})).items():
+        for adapter, norm in ({} if delta is None else delta.norms.get(part.runs, {})).items():
             squares[adapter] = squares.get(adapter, 0.0) + norm * norm
     return {adapter: sqrt(square) for adapter, square in squares.items()}
 
 
 def nbytes_of(job: AdapterJob, group: Sequence[OutputModule]) -> int:
     """Return about how many bytes the changes of modules take."""
-    weights = {id(part.whole): part.whole for module in group for part in module.parts}
+    weights = {id(part.target): part.target for module in group for part in module.parts}
     return sum(_nbytes(job, weight) for weight in weights.values())
 
 
 def _nbytes(job: AdapterJob, target: Target) -> int:
     """Return about how many bytes the change of a weight takes: factors several times, or matrices and what is
     stored."""
-    (out, cols), ranks = target.matrix, target.ranks
+    (out, cols), ranks = target.matrix, ranks_of(target.uses)
     factored = COMBINATIONS[job.method].linear and None not in ranks and not target.values
     read = sum(prod(shape) for use in target.uses for shape in use.patch.shapes.values())
     most = min(out, cols, sum(r or 0 for r in ranks))

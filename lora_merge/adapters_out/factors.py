@@ -21,7 +21,7 @@ import numpy as np
 from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 from ..errors import beyond_fp64
 from ..models.weights import RowSlice
-from .groups import Target
+from .groups import PlacePart, Runs
 from .module_tensors import AdapterNorms, Spectrum
 from .rank_rules import Rule, choose
 from .rounding import CANCELLED_SHARE_OF_FP32 as SINGLE
@@ -351,7 +351,7 @@ class FactoredDelta:
     left: Array  # [out, R]
     right: Array  # [R, cols]
     before: int  # the largest rank of the inputs
-    norms: Mapping[str, AdapterNorms] = field(default_factory=dict)  # of each layer that the weight is stored as
+    norms: Mapping[Runs, AdapterNorms] = field(default_factory=dict)  # of each layer of the weight
     bits: InputBits | None = None
 
     @property
@@ -383,7 +383,7 @@ class FactoredDelta:
         """Return ‖Δ − Δ'‖²."""
         return squares_of(np.concatenate((self.left, -other.left), 1), np.concatenate((self.right, other.right)))
 
-    def of(self, part: Target) -> FactoredDelta:
+    def of(self, part: PlacePart) -> FactoredDelta:
         """Return the rows of Δ that a layer stores, without the columns of L that are zero there."""
         if not part.runs:
             return self

@@ -20,7 +20,7 @@ from ..merge_methods import COMBINATIONS
 from ..options import KEEP
 from ..text import Note, size
 from .dialects import Dialect
-from .groups import OutputModule, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change
+from .groups import OutputModule, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change, ranks_of
 from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, STORED_AS, WHOLE, AdapterJob, algorithm_in
 from .metadata import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
@@ -130,7 +130,7 @@ def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
     `ranks`: of the changes of these rows."""
     # All rows of a weight's change are computed in one way.
     linear = COMBINATIONS[job.method].linear and not any(strength for t in weights for _, _, strength in t.values)
-    factored = linear and not any(None in target.ranks for target in weights)
+    factored = linear and not any(None in ranks_of(target.uses) for target in weights)
     cut = job.command.cuts
     form = matrix_form(job.algorithm, rule, matrix, ranks if factored else [None], name=name, fix=GIVE_RANK, same=ranks,
                        cut=cut)  # fmt: skip
@@ -166,8 +166,8 @@ def form_of_module(job: AdapterJob, to: Dialect, module: OutputModule) -> Form:
     matrix, name = place.view.matrix, place.name
     if job.command.combines:
         (first, *others) = module.parts  # the factors of one change in several weights have equal rows
-        ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.layer.ranks
-        return _form_of_combined(job, rule, [part.whole for part in module.parts], matrix, ranks=ranks, name=name)
+        ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.ranks
+        return _form_of_combined(job, rule, [part.target for part in module.parts], matrix, ranks=ranks, name=name)
     form = matrix_form(algorithm, rule, matrix, [rank_of_change(p) for p in patches], name=name, fix=FOR_KOHYA)
     return replace(form, renamed=_is_renamed(job, to, module))
 

@@ -1,12 +1,11 @@
-"""One weight of the model with everything that changes it, and the layers that its change is stored as; the modules
-that a dialect has names for, and which rows of which changes belong to each. No torch.
-"""
+"""The modules of an output, and which rows of which changes belong to each. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -21,130 +20,18 @@ from ..text import listed
 from .dialects import Dialect
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Rows of a weight: (first row, end) of consecutive ones."""
-
-
-class FusedPart(NamedTuple):
-    """Rows of a weight that are a module of their own in the adapters, such as q of a fused qkv."""
-
-    name: str
-    parameter: str
-    runs: Runs  # in the order of the module's rows
-
-    @property
-    def rows(self) -> int:
-        """The number of its rows."""
-        return sum(stop - start for start, stop in self.runs)
-
-    def meets(self, piece: RowSlice) -> bool:
-        """Return whether rows of the weight are among these."""
-        return any(start < piece.stop and piece.start < stop for start, stop in self.runs)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One weight of the model with everything that changes it. `name` and `parameter` are its name in the output."""
-
-    name: str
-    parameter: str
-    shape: Shape
-    uses: tuple[PatchPart, ...]
-    values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
-    key: str = ""  # in the base
-    parts: tuple[FusedPart, ...] = ()  # as which the change is stored; (): as one
-    runs: Runs = ()  # its rows of the base's weight; (): all
-    turned: bool = False
-    """Whether the base stores it [in, out], such as GPT-2, and the output [out, in] as all adapters."""
-
-    @property
-    def stored(self) -> tuple[Target, ...]:
-        """The layers of the output that the change of the weight becomes."""
-        return tuple(
-            replace(self, name=p.name, parameter=p.parameter, shape=(p.rows, *self.shape[1:]), parts=(), runs=p.runs,
-                    uses=tuple(use for use in self.uses if p.meets(use.piece)))
-            for p in self.parts
-        ) or (self,)  # fmt: skip
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
-        cols = self.uses[0].piece.cols if self.uses else 0
-        return (prod(self.shape) // cols, cols) if cols else flat(self.shape)
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the weight is that of several experts."""
-        return self.matrix != flat(self.shape)
-
-    @property
-    def vector(self) -> bool:
-        """Whether it has no factors: one axis, or a bias of any shape, such as [1, out, 1, 1]."""
-        return len(self.shape) < 2 or self.parameter == "bias"
-
-    @property
-    def kernel(self) -> bool:
-        """Whether it is a convolution whose kernel has more than one number."""
-        return any(n > 1 for n in self.shape[2:])
-
-    @property
-    def ranks(self) -> list[int | None]:
-        """The rank of each change; None for one that is not a product of factors."""
-        return [rank_of_change(use.patch) for use in self.uses if use.strength]
-
-    @property
-    def norm(self) -> bool:
-        """Whether an adapter has it under an ending of norms, such as .w_norm."""
-        return any(info.name.endswith("_norm") for use in self.uses for info in use.patch.module.slots.values())
-
-    @property
-    def label(self) -> str:
-        """The name of the layer for reports."""
-        return self.name if self.parameter == "weight" else f"{self.name}.{self.parameter}"
-
-
-def is_plain(patch: Patch) -> bool:
-    """Return whether a patch is a product of two factors with a scale, and nothing else."""
-    row = ALGORITHMS[patch.algorithm]
-    return row.rank is not None and row.low_rank is not None and patch.module.slots.keys() == PAIR
-
-
-def is_stored_pair(patch: Patch) -> bool:
-    """Return whether a change is the product of the two factors that the file stores, and a scale."""
-    return is_plain(patch) and ALGORITHMS[patch.algorithm].stores == "factors"
-
-
-def rank_of_change(patch: Patch) -> int | None:
-    """Return the rank of a change; None for one that is computed as a matrix: as one without factors, or with more
-    columns in them than the matrix has rank."""
-    low = ALGORITHMS[patch.algorithm].low_rank
-    if low is None or patch.magnitude is not None:
-        return None
-    rank = low.rank(patch.shapes, patch.view.shape)
-    return rank if is_plain(patch) or rank <= min(patch.view.matrix) else None
-
-
-HEAD_PREFIX: Final = "lm_head."
-PAIR: Final = frozenset({"up", "down"})
-"""The tensors of a product of two factors."""
-"""The head of a language model, which a base without a level above its layers may have too."""
-
-V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
-"""In keys of a base: layers of one expert of Mixtral. PEFT knows them by the names of transformers 4 alone.
-
-Source: _MOE_TARGET_MODULE_MAPPING in peft/utils/transformers_weight_conversion.py."""
-V4_LAYERS: Final = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-V4_WORDS: Final = re.compile("|".join(rf"(?<=\.){word}(?=\.)" for word in V4_LAYERS))
+"""Rows of a weight: (first row, end) of consecutive ones; (): all."""
 
 
 class Place(NamedTuple):
-    """One parameter in the words of a dialect."""
+    """One parameter of an adapter: its name, and the rows of the base's weights that it is."""
 
     prefix: str
     module: str
     parameter: str
     view: WeightView  # its rows in the base
-    component: str
-    norm: bool  # whether it belongs to a norm: the weight is a vector
+    component: str = ""
+    norm: bool = False  # whether it belongs to a norm: the weight is a vector
     bare: bool = False  # whether it is a parameter of no module
 
     @property
@@ -173,6 +60,112 @@ class Place(NamedTuple):
         return any(n > 1 for n in self.view.shape[2:])
 
 
+@dataclass(frozen=True)
+class Target:
+    """One weight of the base with everything that changes it: its change is computed as one."""
+
+    key: str
+    shape: Shape
+    uses: tuple[PatchPart, ...]
+    values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
+    places: tuple[Place, ...] = ()  # the modules with its rows, in the words of the first adapter
+    layers: tuple[Runs, ...] = ((),)  # its rows in each module of the output
+
+    @cached_property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
+        return matrix_of(self.shape, self.uses)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight is that of several experts."""
+        return self.matrix != flat(self.shape)
+
+    @property
+    def vector(self) -> bool:
+        """Whether it has no factors."""
+        return self.places[0].vector
+
+    @property
+    def label(self) -> str:
+        """The name of the weight for reports, that of its first rows."""
+        return self.places[0].label
+
+
+def matrix_of(shape: Shape, uses: Sequence[PatchPart]) -> tuple[int, int]:
+    """Return (rows, cols) of a weight as its uses see it."""
+    cols = uses[0].piece.cols if uses else 0
+    return (prod(shape) // cols, cols) if cols else flat(shape)
+
+
+def whole_place(  # noqa: PLR0913  # facts of one weight
+    module: str, parameter: str, key: str, shape: Shape, uses: Sequence[PatchPart], *, turned: bool = False
+) -> Place:
+    """Return a weight as one module. `turned`: whether the base stores it [in, out], such as GPT-2, and the output
+    [out, in] as all adapters."""
+    if parameter not in OF_MODULES:  # such as those of experts, which are named like modules
+        module, parameter = f"{module}.{parameter}", "weight"
+    view = WeightView((RowSlice(key, 0, *matrix_of(shape, uses), turned),), shape[::-1] if turned else shape)
+    return Place("", module, parameter, view, norm=of_norm(uses))
+
+
+def of_norm(uses: Iterable[PatchPart]) -> bool:
+    """Return whether an adapter has a weight under an ending of norms, such as .w_norm."""
+    return any(info.name.endswith("_norm") for use in uses for info in use.patch.module.slots.values())
+
+
+def meets(runs: Runs, piece: RowSlice) -> bool:
+    """Return whether rows of a weight are among these."""
+    return not runs or any(start < piece.stop and piece.start < stop for start, stop in runs)
+
+
+def is_plain(patch: Patch) -> bool:
+    """Return whether a patch is a product of two factors with a scale, and nothing else."""
+    row = ALGORITHMS[patch.algorithm]
+    return row.rank is not None and row.low_rank is not None and patch.module.slots.keys() == PAIR
+
+
+def is_stored_pair(patch: Patch) -> bool:
+    """Return whether a change is the product of the two factors that the file stores, and a scale."""
+    return is_plain(patch) and ALGORITHMS[patch.algorithm].stores == "factors"
+
+
+def ranks_of(uses: Iterable[PatchPart]) -> list[int | None]:
+    """Return the rank of each change; None for one that is not a product of factors."""
+    return [rank_of_change(use.patch) for use in uses if use.strength]
+
+
+def rank_of_change(patch: Patch) -> int | None:
+    """Return the rank of a change; None for one that is computed as a matrix: as one without factors, or with more
+    columns in them than the matrix has rank."""
+    low = ALGORITHMS[patch.algorithm].low_rank
+    if low is None or patch.magnitude is not None:
+        return None
+    rank = low.rank(patch.shapes, patch.view.shape)
+    return rank if is_plain(patch) or rank <= min(patch.view.matrix) else None
+
+
+HEAD_PREFIX: Final = "lm_head."
+"""The head of a language model, which a base without a level above its layers may have too."""
+
+OF_MODULES: Final = ("weight", "bias")
+"""Parameters that belong to a module; others are named like one, such as the stacked weights of experts."""
+
+PAIR: Final = frozenset({"up", "down"})
+"""The tensors of a product of two factors."""
+
+V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
+"""In keys of a base: layers of one expert of Mixtral. PEFT knows them by the names of transformers 4 alone.
+
+Source: _MOE_TARGET_MODULE_MAPPING in peft/utils/transformers_weight_conversion.py."""
+V4_LAYERS: Final = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+V4_WORDS: Final = re.compile("|".join(rf"(?<=\.){word}(?=\.)" for word in V4_LAYERS))
+
+
+def _count(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
 class PatchRun(NamedTuple):
     """Consecutive rows of a patch that are rows of a place."""
 
@@ -194,12 +187,13 @@ class PlaceChange(NamedTuple):
         return self.patch.view.matrix[0] == rows and self.runs == (PatchRun(0, 0, rows),)
 
 
-class PlacePart(NamedTuple):
+@dataclass(frozen=True)
+class PlacePart:
     """Rows of one weight that are rows of a place."""
 
-    whole: Target  # the weight; its layers are named as in the output
-    layer: Target  # the one of these with the rows
-    rows: tuple[range, ...]  # of the place, in the order of the layer's rows
+    target: Target
+    runs: Runs
+    rows: tuple[range, ...]  # of the place, in the order of the runs
     turned: RowSlice | None = None  # the slice that the place sees transposed; None: as stored
 
     @property
@@ -207,20 +201,42 @@ class PlacePart(NamedTuple):
         """The row of the place that each row of the part is."""
         return [row for rows in self.rows for row in rows]
 
+    @property
+    def shape(self) -> Shape:
+        """The shape of the rows, as the base stores them."""
+        return self.target.shape if not self.runs else (_count(self.runs), *self.target.shape[1:])
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, cols) of the rows."""
+        rows, cols = self.target.matrix
+        return (_count(self.runs) if self.runs else rows), cols
+
+    @cached_property
+    def uses(self) -> tuple[PatchPart, ...]:
+        """The uses of the weight that change any of the rows."""
+        uses = self.target.uses
+        return uses if not self.runs else tuple(use for use in uses if meets(self.runs, use.piece))
+
+    @property
+    def ranks(self) -> list[int | None]:
+        """The rank of each change; None for one that is not a product of factors."""
+        return ranks_of(self.uses)
+
 
 class OutputModule(NamedTuple):
     """A place with everything that changes it."""
 
     place: Place
-    shares: tuple[PlaceChange, ...]
+    shares: tuple[PlaceChange, ...] = ()
     value: tuple[StoredTensor, float] | None = None  # a new value of the whole parameter, and its strength
     parts: tuple[PlacePart, ...] = ()  # the weights whose combined changes it has rows of
 
     @property
-    def alone(self) -> Target | None:
-        """The weight that the place is, as it is stored; None for one that has other rows."""
+    def alone(self) -> bool:
+        """Whether it is one weight, as that is stored."""
         (part, *others) = self.parts
-        return None if others or part.turned or part.whole.parts else part.whole
+        return not (others or part.turned or part.runs)
 
 
 def places(names: Names, dialect: Dialect) -> Iterator[Place]:
@@ -242,7 +258,7 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
             )  # a head is outside
             name = level + body if inside else body
             module, dot, parameter = name.rpartition(".")
-            if not dot or parameter not in ("weight", "bias"):
+            if not dot or parameter not in OF_MODULES:
                 module, parameter = name, "weight"
             if module:
                 weight_view = views.get(f"{module}.weight".removeprefix(level if inside else ""), view)
@@ -293,19 +309,8 @@ def modules_at(targets: Sequence[Target], places: Iterable[Place]) -> list[Outpu
 
 
 def layers_of_weights(targets: Sequence[Target]) -> list[OutputModule]:
-    """Return the layers of weights as modules, each with rows of one weight."""
-    modules = []
-    for target in targets:
-        for layer in target.stored:
-            (rows, cols), key = layer.matrix, target.key or layer.uses[0].piece.key
-            slices = [RowSlice(key, *run, cols, layer.turned) for run in layer.runs or ((0, rows),)]
-            view = WeightView(tuple(slices), layer.shape[::-1] if layer.turned else layer.shape)
-            inside = layer.parameter in ("weight", "bias")  # others, such as those of experts, are named like modules
-            name, parameter = (layer.name, layer.parameter) if inside else (layer.label, "weight")
-            place = Place("", name, parameter, view, "", layer.norm)
-            part = PlacePart(target, layer, (range(view.matrix[0]),), slices[0] if layer.turned else None)
-            modules.append(OutputModule(place, (), None, (part,)))
-    return modules
+    """Return the modules with rows of each weight, in the words of the first adapter."""
+    return with_parts(targets, [OutputModule(place) for target in targets for place in target.places])
 
 
 class _PlaceRows(NamedTuple):
@@ -321,15 +326,13 @@ class _PlaceRows(NamedTuple):
         return first if first.transposed else None
 
     @property
-    def layer(self) -> FusedPart:
-        """The place as a layer of the weight."""
-        place, runs = self.module.place, tuple((piece.start, piece.stop) for piece, _ in self.slices)
-        return FusedPart(place.prefix + place.module, place.parameter, runs)
+    def runs(self) -> Runs:
+        """The rows."""
+        return tuple((piece.start, piece.stop) for piece, _ in self.slices)
 
 
-def regrouped(targets: Sequence[Target], modules: Sequence[OutputModule]) -> list[OutputModule]:
-    """Return places with the weights that they have rows of, whose layers are now these places: in the order of the
-    weights and of their rows."""
+def with_parts(targets: Sequence[Target], modules: Sequence[OutputModule]) -> list[OutputModule]:
+    """Return modules with the weights that they have rows of, in the order of the weights and of their rows."""
     # Step 1: the rows of each weight in each place. Slices that are stored as they are seen are one layer.
     by_key: dict[str, list[_PlaceRows]] = {}
     for module in modules:
@@ -338,29 +341,30 @@ def regrouped(targets: Sequence[Target], modules: Sequence[OutputModule]) -> lis
             slices.setdefault((piece.key, number if piece.transposed else -1), []).append((piece, at))
         for (key, _), pieces in slices.items():
             by_key.setdefault(key, []).append(_PlaceRows(module, tuple(pieces)))
-    # Step 2: each weight, with the places as its layers.
+    # Step 2: each weight, with its rows in these places as its layers.
     parts: dict[int, list[PlacePart]] = {}
     for target in targets:
-        changed = [rows for rows in by_key.get(target.key, ())
-                   if target.values or any(rows.layer.meets(use.piece) for use in target.uses)]  # fmt: skip
-        whole = replace(target, parts=tuple(rows.layer for rows in changed), turned=False)
+        changed = by_key.get(target.key, [])
         if len(changed) == 1 and [piece.size for piece, _ in changed[0].slices] == [prod(target.shape)]:
-            whole = replace(whole, name=whole.parts[0].name, parameter=whole.parts[0].parameter, parts=())
-        for rows, layer in zip(changed, whole.stored, strict=True):
+            whole = target
+        else:
+            changed = [rows for rows in changed if target.values or any(meets(rows.runs, u.piece) for u in target.uses)]
+            whole = replace(target, layers=tuple(rows.runs for rows in changed))
+        for rows, runs in zip(changed, whole.layers, strict=True):
             lines = tuple(range(first, first + piece.rows) for piece, first in rows.slices)
-            parts.setdefault(id(rows.module), []).append(PlacePart(whole, layer, lines, rows.turned))
-    regrouped = [module._replace(value=None, parts=tuple(parts[id(module)])) for module in modules]
+            parts.setdefault(id(rows.module), []).append(PlacePart(whole, runs, lines, rows.turned))
     numbers = {target.key: number for number, target in enumerate(targets)}
-    return sorted(regrouped, key=lambda m: (numbers[m.parts[0].whole.key], m.parts[0].layer.runs))
+    complete = [module._replace(value=None, parts=tuple(parts[id(module)])) for module in modules]
+    return sorted(complete, key=lambda module: (numbers[module.parts[0].target.key], module.parts[0].runs))
 
 
 def components(modules: Sequence[OutputModule]) -> list[list[OutputModule]]:
     """Return the modules, those with rows of one weight together."""
     by_weight: dict[int, list[OutputModule]] = {}
     for module in modules:
-        groups = {id(g): g for part in module.parts if (g := by_weight.get(id(part.whole))) is not None}
+        groups = {id(g): g for part in module.parts if (g := by_weight.get(id(part.target))) is not None}
         joined = [*(other for group in groups.values() for other in group), module]
-        by_weight |= {id(part.whole): joined for member in joined for part in member.parts}
+        by_weight |= {id(part.target): joined for member in joined for part in member.parts}
     return [*{id(group): group for group in by_weight.values()}.values()]
 
 

@@ -385,9 +385,8 @@ class Converter:
             plain = (s._replace(patch=replace(s.patch, magnitude=None)) for s in with_magnitudes)
             output = output._replace(shares=tuple(plain))
         shares, delta = output.shares, self.delta(output)
-        target = Target(place.name, place.parameter, place.view.shape, (), (), "")
         storage = Storage(form.algorithm, self._dtype(shares), self.noise, self.at)
-        slots, layer = storage.layer(target, delta, self.cut(output, delta, form.rule, rank))
+        slots, layer = storage.layer(place, delta, self.cut(output, delta, form.rule, rank))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             return self._new_value(place, shares, delta.rows)
         tensors = {self.to.endings[slot]: value for slot, value in slots.items()}
@@ -657,7 +656,7 @@ class Combiner(Converter):
         """Return the tensors of one module, with the facts of its change."""
         tensors, delta = super().tensors_of(output, form, rank), self.delta(output)
         facts = replace(tensors.layer, effect=tensors.layer.effect or delta.effect, before=delta.before,
-                        norms=norms_of_parts((part, self.weights[id(part.whole)]) for part in output.parts),
+                        norms=norms_of_parts((part, self.weights[id(part.target)]) for part in output.parts),
                         weight=self.factored.weight_of(output) if tensors.layer.squares else None)  # fmt: skip
         return replace(tensors, layer=facts)
 
@@ -677,7 +676,7 @@ class Combiner(Converter):
         return self.deltas[label]
 
     def _joined(self, output: OutputModule) -> Delta:
-        changed = [(part, delta) for part in output.parts if (delta := self._of_weight(part.whole)) is not None]
+        changed = [(part, delta) for part in output.parts if (delta := self._of_weight(part.target)) is not None]
         if all(delta.whole is None for _, delta in changed):
             return Delta.of_factors(delta_of_parts(output, [(part, delta.factored) for part, delta in changed]))
         out, cols = output.place.view.matrix
@@ -696,7 +695,7 @@ class Combiner(Converter):
 
 def _in_place(part: PlacePart, delta: Delta) -> Delta:
     """Return Δ of rows of a weight, as the place has them."""
-    delta = delta.of(part.layer)
+    delta = delta.of(part)
     if part.turned is None:
         return delta
     turned, columns = RowMatrix.of(delta.dense().mT.contiguous()), part.turned.columns

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from math import sqrt
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..disk.draft import Draft, Heap
 from ..survival import TARGETS, survived
 from ..text import Note
-from .groups import Place
+from .groups import Place, Runs, Target
 from .job import FACTORS
 from .output_file import Entry
 from .rank_rules import Rule, known_rank
@@ -18,6 +19,30 @@ from .rounding import Effect
 
 AdapterNorms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
+
+
+class _OfAdapter(Protocol):
+    @property
+    def adapter(self) -> int: ...
+
+    @property
+    def strength(self) -> float: ...
+
+
+C = TypeVar("C", bound=_OfAdapter)
+
+
+def layer_norms(
+    target: Target, changes: Sequence[C], squares: Callable[[C, slice], float]
+) -> dict[Runs, AdapterNorms]:  # fmt: skip
+    """Return the norms of the changes of a weight by each adapter at its strength, in each layer. `squares`: returns
+    ‖ΔW‖² of some rows."""
+    norms = dict[Runs, AdapterNorms]()
+    for layer in target.layers:
+        rows = [slice(*run) for run in layer] or [slice(0, target.matrix[0])]
+        of_adapters = ((c.adapter, abs(c.strength) * sqrt(sum(squares(c, some) for some in rows))) for c in changes)
+        norms[layer] = {adapter: norm for adapter, norm in of_adapters if norm}
+    return norms
 
 
 ROUNDING_SHARE: Final = 1e-9
@@ -66,7 +91,7 @@ class Layer:
     @property
     def residual(self) -> float:
         """‖Δ − Δ̂‖ / ‖Δ‖; 0 for a Δ of zeros, and for one that was not measured."""
-        return math.sqrt(self.lost / self.squares) if self.squares else 0.0
+        return sqrt(self.lost / self.squares) if self.squares else 0.0
 
 
 class ChangeOfMean(NamedTuple):
@@ -85,13 +110,13 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     share = layer.lost / layer.squares if layer.squares else 0.0
     facts: dict[str, Any]
     facts = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
-             "norm": math.sqrt(layer.squares), "energy": survived(1 - share, share),
+             "norm": sqrt(layer.squares), "energy": survived(1 - share, share),
              "residual": layer.residual}  # fmt: skip
     facts |= {} if layer.noise is None else {"noise": layer.noise}
     if (spectrum := layer.spectrum) is not None:
         facts |= {"left_out": spectrum.left_out(layer.rank), "rank_for_energy": spectrum.rank_for_energy}
     if layer.weight is not None:
-        size = math.sqrt(layer.weight)
+        size = sqrt(layer.weight)
         facts |= {"weight": size, "ratio": facts["norm"] / size if size else None}
     if layer.norms:
         facts["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]

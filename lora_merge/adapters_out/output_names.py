@@ -24,7 +24,7 @@ from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from ..options import KEEP
 from .dialects import DIALECTS
-from .groups import FusedPart, places
+from .groups import Place, meets, of_norm, places, whole_place
 from .job import GIVE_BASE
 
 NETWORK_ALIASES: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
@@ -133,8 +133,8 @@ class Words(NamedTuple):
     """The dialect that has most names of an adapter, "" where none has any."""
 
     dialect: str
-    parts: Mapping[str, Sequence[FusedPart]]
-    """Weight of the base → its modules there; no runs: all rows."""
+    parts: Mapping[str, Sequence[Place]]
+    """Weight of the base → its modules there."""
     across: frozenset[str]
     """Weights that share a module with other weights."""
 
@@ -167,46 +167,63 @@ class Naming:
         self.fused = KEEP  # the dialect in which several weights of the base are one module; "" for an unknown one
         self.nameless: list[str] = []  # weights that have the base's own name, as they have none in the first's words
 
-    def layers(
+    def places(
         self, key: str, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]
-    ) -> tuple[str, str, tuple[FusedPart, ...]]:
-        """Return module and parameter of a weight in the output, and the modules that its rows are there."""
+    ) -> tuple[Place, ...]:  # fmt: skip
+        """Return the modules of the output that have the rows of a weight."""
         module, _, parameter = key.rpartition(".")
         if module in self.module_names:
-            return self.module_names[module], parameter, ()
+            return (self._whole(self.module_names[module], parameter, key, shape, uses),)
         alike, of_dialect = self._parts(shape, uses, values), self._words.parts.get(key, ())
-        if alike and (not of_dialect or any(part.name in self.first for part in alike)):
-            return module, parameter, alike
-        if len(of_dialect) == 1 and not of_dialect[0].runs:
-            return of_dialect[0].name, of_dialect[0].parameter, ()
+        if alike and (not of_dialect or any(part.module in self.first for part in alike)):
+            return alike
+        if len(of_dialect) == 1 and self._is_whole(of_dialect[0]):
+            return (self._whole(of_dialect[0].module, of_dialect[0].parameter, key, shape, uses),)
         apart = not values and len(shape) <= 2 and not any(use.piece.transposed for use in uses)
-        parts = tuple(part for part in of_dialect if apart and any(part.meets(use.piece) for use in uses))
+        if parts := [part for place in of_dialect if apart and (part := _changed(place, uses)) is not None]:
+            return tuple(parts)
         name = self._like_first_adapter(module, parameter, key)
-        if not parts and (key in self._words.across or key in self.spread):
+        if key in self._words.across or key in self.spread:
             self.fused = self._words.dialect
-        elif not parts and name == module and not styles_of(name) & self.styles:
+        elif name == module and not styles_of(name) & self.styles:
             self.nameless.append(key)
-        return name, parameter, parts
+        return (self._whole(name, parameter, key, shape, uses),)
 
-    def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[FusedPart, ...]:
+    def _whole(self, module: str, parameter: str, key: str, shape: Shape, uses: Sequence[PatchPart]) -> Place:
+        """Return a weight as one module, transposed if the base stores it so."""
+        turned = len(shape) == 2 and self._is_turned(module, parameter, uses)
+        return whole_place(module, parameter, key, shape, uses, turned=turned)
+
+    def _is_turned(self, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:
+        with suppress(AmbiguousName):
+            if view := self.names.find(module, parameter):
+                return view.row_slices[0].transposed
+        return bool(uses) and all(use.piece.transposed for use in uses)
+
+    def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Place, ...]:
         """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
         there, and where they have no such parts, or not in the words of the first adapter."""
-        parts: dict[int, FusedPart] = {}
+        parts: dict[int, Place] = {}
         for use in uses:
-            module, piece = use.patch.module, use.piece
-            part = FusedPart(module.name, module.parameter, ((piece.start, piece.stop),))
-            plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
-            other = parts.setdefault(piece.start, part)
+            module, piece, view = use.patch.module, use.piece, use.patch.view
+            place = Place("", module.name, module.parameter, view)
+            plain = view.row_slices == (piece,) and not piece.transposed and len(view.shape) <= 2
+            other = parts.setdefault(piece.start, place)
             if (
                 not plain
-                or other.rows != part.rows
-                or (part.rows,) == (shape or (1,))[:1]
-                or not styles_of(part.name) & self.styles
+                or other.view.row_slices[0].rows != piece.rows
+                or (piece.rows,) == (shape or (1,))[:1]
+                or not styles_of(place.module) & self.styles
             ):
                 return ()
-        ordered = [parts[start] for start in sorted(parts)]
-        apart = all(a.runs[-1][1] <= b.runs[0][0] for a, b in pairwise(ordered))
+        ordered = [part for start in sorted(parts) if (part := _changed(parts[start], uses)) is not None]
+        apart = all(a.stop <= b.start for (a,), (b,) in pairwise(place.view.row_slices for place in ordered))
         return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
+
+    def _is_whole(self, place: Place) -> bool:
+        """Return whether a module is one whole weight of the base."""
+        (piece, *others) = place.view.row_slices
+        return not others and whole_of(piece, self.base.tensors.get(piece.key))
 
     @cached_property
     def _words(self) -> Words:
@@ -217,15 +234,12 @@ class Naming:
             modules = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
             if (count := len(self.first & {name for name, _ in modules})) <= known:
                 continue
-            known, parts_by_key, across = count, dict[str, list[FusedPart]](), set[str]()
+            known, parts_by_key, across = count, dict[str, list[Place]](), set[str]()
             for name, place in modules:
-                pieces = place.view.row_slices
-                keys = {piece.key for piece in pieces}
-                whole = len(pieces) == 1 and whole_of(pieces[0], self.base.tensors.get(pieces[0].key))
-                if len(keys) > 1 or (not whole and any(piece.transposed for piece in pieces)):
+                pieces, keys = place.view.row_slices, {*place.keys}
+                if len(keys) > 1 or (any(piece.transposed for piece in pieces) and not self._is_whole(place)):
                     across |= keys
-                runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
-                parts_by_key.setdefault(pieces[0].key, []).append(FusedPart(name, place.parameter, runs))
+                parts_by_key.setdefault(pieces[0].key, []).append(Place("", name, place.parameter, place.view))
             parts_by_key = {key: parts for key, parts in parts_by_key.items() if key not in across}
             best = Words(to.name, parts_by_key, frozenset(across))
         return best
@@ -243,6 +257,13 @@ class Naming:
         except AmbiguousName:
             return module
         return name if view is not None and {piece.key for piece in view.row_slices} == {key} else module
+
+
+def _changed(place: Place, uses: Sequence[PatchPart]) -> Place | None:
+    """Return a module of some rows of a weight, of a norm if the adapters have it as one; None where none changes."""
+    runs = tuple((piece.start, piece.stop) for piece in place.view.row_slices)
+    changing = [use for use in uses if meets(runs, use.piece)]
+    return place._replace(norm=of_norm(changing)) if changing else None
 
 
 def _replaced(key: str) -> str:

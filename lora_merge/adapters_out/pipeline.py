@@ -43,7 +43,7 @@ from .adapter_dialect import heads, in_memory, input_places
 from .dialects import Dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
-from .groups import OutputModule, Place, components, modules_at, places, regrouped
+from .groups import OutputModule, Place, components, modules_at, places, with_parts
 from .job import FACTORS, AdapterJob, algorithm_in, one_rank
 from .metadata import OutputMetadata, planned_size
 from .module_tensors import Layer, StoredModule, curve, numbers_of
@@ -280,7 +280,7 @@ def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
             modules = modules_at(sources.targets, all_modules)
         modules, all_modules = in_memory(modules, all_modules)
     if job.command.combines:
-        modules = [module for group in components(regrouped(sources.targets, modules)) for module in group]
+        modules = [module for group in components(with_parts(sources.targets, modules)) for module in group]
     else:
         order, last = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}, len(sources.adapters[0].modules)
         modules.sort(key=lambda f: min((order.get(id(s.patch.module), last) for s in f.shares), default=last))
@@ -359,7 +359,7 @@ def write_modules(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
         if job.command.combines and to.name == KEEP:
             nbytes = sum(entry.data.nbytes for entry in entries)
-            prove = partial(prove_combination, CombinationClaims(job, sources, outcome.layer_facts, nbytes))
+            prove = partial(prove_combination, CombinationClaims(job, sources, modules, outcome.layer_facts, nbytes))
         return outcome.finish(reader, draft, facts, prove, this)
 
 

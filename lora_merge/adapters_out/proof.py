@@ -26,7 +26,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job
 from ..matching.patch import PatchPart
 from ..merge_methods import MEAN, METHODS, SUM
-from ..models.weights import Weight
+from ..models.weights import Weight, WeightView
 from ..planning.combination import Combination
 from ..planning.plan import OutputTensor
 from ..progress import Counting
@@ -36,7 +36,7 @@ from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.numpy_threads import one_core
 from ..proof.weights import WeightReader
-from .groups import Target, is_plain
+from .groups import OutputModule, Place, PlacePart, Target, is_plain
 from .job import AdapterJob
 from .module_tensors import StoredModule
 from .output_file import Proof
@@ -256,9 +256,6 @@ def untouched(
 ADDING: Final = (SUM, MEAN)
 """Methods whose result has rows that follow from the same rows of the changes."""
 
-OF_MODULES: Final = ("weight", "bias")
-"""Parameters that belong to a module; others are named like one, such as the stacked weights of experts."""
-
 
 @dataclass(frozen=True)
 class CombinationClaims:
@@ -266,6 +263,7 @@ class CombinationClaims:
 
     job: AdapterJob
     sources: Sources
+    modules: Sequence[OutputModule]
     layers: Mapping[str, Mapping[str, Any]]  # layer → its facts for the report
     nbytes: int  # of all tensors
 
@@ -297,11 +295,11 @@ class Expectation:
         """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
         return 8 * (4 if self.combination is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
 
-    def squares(self, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None) -> Squares | None:
+    def squares(self, part: PlacePart, again: Recomputation, stored: ChangeRows | None) -> Squares | None:
         """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
         if self.combination is None:
-            return _of_sum(self.job, whole, part, again, stored)
-        return _of_method(self.combination, whole, part, again, stored)
+            return _of_sum(self.job, part, again, stored)
+        return _of_method(self.combination, part, again, stored)
 
 
 def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
@@ -315,21 +313,21 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
     confirm(job, sources, reader)
     # Step 2: the layers that have a second computation, with the weights that they are of.
     expected = Expectation(job, sources)
-    written = [(whole, part) for whole in sources.targets for part in whole.stored
-               if part.label in claims.layers and expected.has(whole)]  # fmt: skip
+    parts = [(module.place, part) for module in claims.modules for part in module.parts
+             if module.place.label in claims.layers and expected.has(part.target)]  # fmt: skip
     # Step 3: each is compared with the module of the file.
     modules = {(m.name, m.parameter): m for m in group(index).modules}
     again = PerThread(lambda: recomputation(job, sources.indexes[0], sources.weights, reader))
     with Reader([index]) as file:
 
-        def compared(whole: Target, part: Target) -> Squares | None:
-            name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
-            return expected.squares(whole, part, again.get(), _change_of(modules.get(name), file, part))
+        def compared(place: Place, part: PlacePart) -> Squares | None:
+            stored = _change_of(modules.get((place.module, place.parameter)), file, place.view)
+            return expected.squares(part, again.get(), stored)
 
         comparisons = [
-            Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), expected.nbytes(whole),
-                       StatedLoss(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
-            for whole, part in written
+            Comparison(place.label, (2 + len(part.uses)) * prod(part.shape), expected.nbytes(part.target),
+                       StatedLoss(float(claims.layers[place.label]["residual"])), partial(compared, place, part))
+            for place, part in parts
         ]  # fmt: skip
         return prove(comparisons, job, path, begin, layers=len(claims.layers))
 
@@ -339,15 +337,14 @@ def _is_column(target: Target) -> bool:
     return target.vector and len(target.shape) > 1
 
 
-def _order(part: Target) -> Array:
+def _order(part: PlacePart) -> Array:
     """Return the rows of the weight that are those of a part, in its order."""
     return np.concatenate([np.arange(*run) for run in part.runs or ((0, flat(part.shape)[0]),)])
 
 
-def _of_method(
-    how: Combination, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None
-) -> Squares | None:
+def _of_method(how: Combination, part: PlacePart, again: Recomputation, stored: ChangeRows | None) -> Squares | None:
     """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
+    whole = part.target
     if not known(whole):
         return None
     tensor = shaped(whole, again)._replace(combination=how)
@@ -362,29 +359,27 @@ def _of_method(
     return Squares(size, nan if stored is None else float(np.vdot(delta, delta)), float(np.vdot(slack, slack)))
 
 
-def _of_sum(
-    job: AdapterJob, whole: Target, part: Target, again: Recomputation, stored: ChangeRows | None
-) -> Squares | None:
+def _of_sum(job: AdapterJob, part: PlacePart, again: Recomputation, stored: ChangeRows | None) -> Squares | None:
     """Return the comparison of a layer whose changes are added; None where a formula has no second one."""
-    if not known(part):
+    if not known(layer := replace(part.target, uses=part.uses)):
         return None
-    strengths = {u.patch.adapter: u.strength for u in whole.uses}  # of those that change any row of the weight
+    strengths = {u.patch.adapter: u.strength for u in part.target.uses}  # of those that change any row of the weight
     scale = job.parameters.scale / (sum(strengths.values()) if job.method == MEAN else 1.0)
     order, (rows, cols) = _order(part), flat(part.shape)
 
     def expected(some: slice) -> Array:
-        delta = added(part, again, order[some], cols)
+        delta = added(layer, again, order[some], cols)
         delta *= scale
         return delta
 
-    return squares_of(expected, stored, rows, rows_at_once(part, (rows, cols)))
+    return squares_of(expected, stored, rows, rows_at_once(layer, (rows, cols)))
 
 
-def _change_of(module: Any, reader: Reader, part: Target) -> ChangeRows | None:
+def _change_of(module: Any, reader: Reader, view: WeightView) -> ChangeRows | None:
     """Return the Δ that the file's tensors mean; None for a module that it lacks."""
     if module is None:
         return None
-    shape = flat(part.shape[::-1] if part.turned else part.shape)
+    shape = flat(view.shape)
 
     def read(info: StoredTensor) -> Array:
         return decode(bytes(reader.read(info, 0, info.nbytes)), info.dtype).reshape(info.shape or (1,))
@@ -407,7 +402,7 @@ def _change_of(module: Any, reader: Reader, part: Target) -> ChangeRows | None:
         def stored(rows: slice) -> Array:
             return np.asarray(left[rows] @ right)
 
-    if not part.turned:
+    if not view.row_slices[0].transposed:
         return stored
     turned = stored(slice(0, shape[0])).T
     return lambda rows: turned[rows]
@@ -458,9 +453,8 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
                 squares = partial(_converted, target, stated, sides)
                 comparisons.append(Comparison(target.key, elements, nbytes, stated, squares))
             elif expected.has(target):
-                whole = replace(target, parts=(), turned=False)
                 elements, nbytes = (2 + len(target.uses)) * prod(target.shape), expected.nbytes(target)
-                squares = partial(_combined, whole, expected, sides)
+                squares = partial(_combined, target, expected, sides)
                 comparisons.append(Comparison(target.key, elements, nbytes, stated, squares))
         changed = {target.key for target in sources.targets}
         comparisons += untouched((t for t in again.targets if t.key not in changed), after, lost)
@@ -502,7 +496,7 @@ def _combined(target: Target, expected: Expectation, both: BothSides) -> Squares
         lines = np.arange(rows)[some]
         return np.zeros((len(lines), cols)) if output is None else added(output, both.after.get(), lines, cols)
 
-    return expected.squares(target, target, both.before.get(), stored)
+    return expected.squares(PlacePart(target, (), (range(target.matrix[0]),)), both.before.get(), stored)
 
 
 class _Drawn(WeightReader):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +13,7 @@ from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import StoredTensor
-from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
+from ..errors import FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import TRAINED_FILES, Index
 from ..files.file_uses import NEEDS_BASE, adapter_folder
 from ..job import Adapter
@@ -31,9 +30,9 @@ from ..models.weights import Weight, whole
 from ..options import KEEP
 from ..planning.checkpoint_cache import CheckpointCache
 from ..text import Note, listed, plural, several
-from .groups import Target
+from .groups import Target, whole_place
 from .job import GIVE_BASE, AdapterJob
-from .output_names import body_of, joined
+from .output_names import joined
 
 if TYPE_CHECKING:
     from ..planning.inputs import Inputs
@@ -98,9 +97,9 @@ def ruled(job: AdapterJob, sources: Sources) -> AdapterJob:
     """Return the job with the rule of each layer, by its name; UsageError for a part of `--rank-for` without one."""
     names, named = _named(job, sources)
     layers = [
-        (layer.name, label, some)
+        (place.label, label, some)
         for target, (label, some) in zip(sources.targets, named, strict=True)
-        for layer in target.stored
+        for place in target.places
     ]
     return replace(job, rules=job.rules.on(names, layers))
 
@@ -112,7 +111,10 @@ def _named(job: AdapterJob, sources: Sources) -> tuple[Names | None, list[tuple[
         names = sources.inputs.names
         return names, [(names.component(target.key), (target.key,)) for target in sources.targets]
     return None, [
-        (network_of(target.name), (target.name, *(use.patch.module.name for use in target.uses)))
+        (
+            network_of(target.places[0].module),
+            (*(place.module for place in target.places), *(use.patch.module.name for use in target.uses)),
+        )
         for target in sources.targets
     ]
 
@@ -157,9 +159,8 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     for key in (k for k in changed_weights if any(k in m.uses or k in m.replaced for m in matches)):
         uses = tuple(use for m in matches for use in m.uses.get(key, ()))
         values = tuple((n, m.replaced[key], 1.0) for n, m in enumerate(matches) if key in m.replaced)
-        module, parameter, parts = naming.layers(key, changed_weights[key].shape, uses, values)
-        turned = not parts and len(changed_weights[key].shape) == 2 and _is_turned(inputs, module, parameter, uses)
-        targets.append(Target(module, parameter, changed_weights[key].shape, uses, values, key, parts, turned=turned))
+        shape = changed_weights[key].shape
+        targets.append(Target(key, shape, uses, values, naming.places(key, shape, uses, values)))
     notes = tuple(n for m in matches for n in (*m.adapter.notes, *m.notes) if not (m.separated and NOW_APART in n))
     if any(m.separated for m in matches):
         notes = (*notes, HEAD_APART)
@@ -180,14 +181,6 @@ def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
     return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)
 
 
-def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:
-    """Return whether a module's layer is the transposed weight of the base."""
-    with suppress(AmbiguousName):
-        if view := inputs.names.find(module, parameter):
-            return view.row_slices[0].transposed
-    return bool(uses) and all(use.piece.transposed for use in uses)
-
-
 def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
     """Join by names without their prefixes; only formulas that do not read the base, of shapes that files show."""
     files = tuple(opened.adapter(ref.path) for ref in job.adapters)
@@ -200,13 +193,12 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader), job) for n, f in enumerate(files)]
         for (body, parameter), members in joined(files).items():
-            name = members[0][1].name
-            target, module_notes, settings = _joined_target(name, parameter, members, contexts, job.adapters)
+            key = f"{body}.{parameter}"
+            target, module_notes, settings = _joined_target(key, parameter, members, contexts, job.adapters)
             for where, text in module_notes:
                 remarks.setdefault(text, {})[where] = None
             used |= settings
-            key = f"{body}.{parameter}"
-            weights[key] = without_values(key, target)
+            weights[target.key] = without_values(target.key, target)
             targets.append(target)
     check_settings(dict(job.inputs.setting), used)
     for context in contexts:
@@ -231,15 +223,15 @@ def _context(number: int, file: AdapterFile, values: FileValues, job: AdapterJob
 
 
 def _joined_target(
-    name: str, parameter: str, members: Sequence[tuple[int, Module]], contexts: Sequence[AdapterContext],
+    key: str, parameter: str, members: Sequence[tuple[int, Module]], contexts: Sequence[AdapterContext],
     refs: Sequence[Adapter],
 ) -> tuple[Target, list[tuple[str, Note]], set[str]]:  # fmt: skip
     """Return the change of one parameter by all adapters, a module and a sentence for each remark on them, and the
     user's settings that it needed."""
-    shape = next(filter(None, (m.parameter_shape for _, m in members)), None)
+    name, shape = members[0][1].name, next(filter(None, (m.parameter_shape for _, m in members)), None)
     if shape is None:
         raise UsageError(NO_SHAPE, f"{contexts[0].adapter.path}: {name}", GIVE_BASE)
-    view, uses, module_notes, used = whole(f"{body_of(name)}.{parameter}", shape), [], [], set[str]()
+    view, uses, module_notes, used = whole(key, shape), list[PatchPart](), [], set[str]()
     for number, module in members:
         context = contexts[number]
         try:
@@ -260,7 +252,8 @@ def _joined_target(
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
         module_notes += [(module.where, text) for text in remarks]
         used |= settings
-    return Target(name, parameter, shape, tuple(uses)), module_notes, used
+    place = whole_place(name, parameter, key, shape, uses)
+    return Target(key, shape, tuple(uses), places=(place,)), module_notes, used
 
 
 def check_complete(file: AdapterFile) -> None:

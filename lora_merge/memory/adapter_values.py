@@ -16,6 +16,7 @@ from ..adapters_out.delta import combine as combined
 from ..adapters_out.delta import spectrum
 from ..adapters_out.dialects import stated_dialect
 from ..adapters_out.factors import decomposing
+from ..adapters_out.groups import layers_of_weights
 from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
@@ -24,7 +25,7 @@ from ..addresses import downloads_in
 from ..boundary import public
 from ..command import Request
 from ..disk.reader import Reader
-from ..engine.devices import place
+from ..engine.devices import place as placement
 from ..engine.tensor_moves import host
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
@@ -138,19 +139,19 @@ class Changes(AdapterValue):
         if base not in self._opened:
             self._opened[base] = open_sources(job)
         sources = self._opened[base]
-        body, stored = body_of(str(name)), ((t, p) for t in sources.targets for p in t.stored)
-        layers = [(t, p) for t, p in stored if name == p.label or body_of(p.name) == body]
-        layers.sort(key=lambda layer: layer[1].label != name)  # a module's weight, before a bias of it
-        target, part = next(iter(layers), (None, None))
-        if target is None or part is None:
+        body, modules = body_of(str(name)), layers_of_weights(sources.targets)
+        modules = [m for m in modules if name == m.place.label or body_of(m.place.module) == body]
+        modules.sort(key=lambda module: module.place.label != name)  # a module's weight, before a bias of it
+        if not modules:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
+        place, (part,) = modules[0].place, modules[0].parts
         with Reader(sources.indexes) as reader:
             cache = cache_of(job, reader, sources)
-            changes = [c for c in Evaluator(sources, cache, place("cpu", "F64")).changes(target) if c.strength]
+            changes = [c for c in Evaluator(sources, cache, placement("cpu", "F64")).changes(part.target) if c.strength]
             if not changes:
                 return []
-            combined_change = combined(job, target, changes, [""] * len(self.terms)).of(part)
-            with decomposing(part.name):
+            combined_change = combined(job, part.target, changes, [""] * len(self.terms)).of(part)
+            with decomposing(place.name):
                 return [float(s) for s in spectrum(combined_change, EVERYTHING, 0.0).values]
 
 

@@ -17,7 +17,6 @@ from lora_merge.adapters_out import averaged_tensors, change, pipeline
 from lora_merge.adapters_out.dialects import Dialect
 from lora_merge.adapters_out.extract import run as extract_run
 from lora_merge.adapters_out.extract.extract_modules import Side
-from lora_merge.adapters_out.groups import Target
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.adapters_out.output_file import Entry
 from lora_merge.adapters_out.output_modules import entries_of
@@ -26,7 +25,7 @@ from lora_merge.algorithms import loha
 from lora_merge.algorithms.base import AlphaOverRank
 from lora_merge.disk.reader import Reader
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.models.weights import RowSlice
+from lora_merge.models.weights import RowSlice, whole
 from tests.kit.command_line import run
 from tests.kit.files import save, strays
 from tests.kit.flux import flux, of_flux
@@ -165,6 +164,6 @@ def test_proof_of_a_combination_reads_the_scale_of_the_file(
     index = open_checkpoint(save(tensors, tmp_path / "a.safetensors"))
     (module,) = group(index).modules
     with Reader([index]) as reader:
-        changes = change_of(module, reader, Target("lora_unet_q", "weight", (8, 8), ()))
+        changes = change_of(module, reader, whole("q.weight", (8, 8)))
         assert changes is not None
         assert changes(slice(0, 8)) == pytest.approx((factor * up.double() @ down.double()).numpy(), rel=1e-6)

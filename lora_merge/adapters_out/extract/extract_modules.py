@@ -45,7 +45,7 @@ from ..delta import (
 from ..dialects import COPIED_ENDINGS, Dialect
 from ..factors import Cut, Triples, decomposing, rounded
 from ..form import NO_FACTORS_OF_STACKS, Form, form_of_difference, vector_ending
-from ..groups import OutputModule, Place, Target
+from ..groups import OutputModule, Place
 from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
 from ..matrix_svd import of_dense, of_stack
 from ..module_tensors import Layer, StoredModule
@@ -473,7 +473,7 @@ class Extractor:
         `rank`: what the rule `size` gave it. `triples`: its singular triples, where they are known. FitError where the
         dialect cannot hold it.
         """
-        where, shape = difference.pair.place, difference.pair.place.view.shape
+        where = difference.pair.place
         form = self._form(difference.pair)
         if form.kind == "value":
             return rounded_value(where, difference.value, difference.change, self.storage.dtype)
@@ -481,8 +481,7 @@ class Extractor:
             return self._vector(difference)
         if form.kind == "product":
             return self._product(difference, form.algorithm)
-        target = Target(where.name, where.parameter, shape, (), (), "")
-        tensors, layer = self._layer(target, difference, rank, triples)
+        tensors, layer = self._layer(where, difference, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError("the format cannot store whole matrices", where.name,
                            "use `--algorithm lora`, or `--format kohya`")  # fmt: skip
@@ -516,19 +515,19 @@ class Extractor:
         return None if isinstance(self.job.alpha, str) or not self.to.alpha else float(self.job.alpha)
 
     def _layer(
-        self, target: Target, difference: Difference, rank: int | None, triples: Triples | None
+        self, where: Place, difference: Difference, rank: int | None, triples: Triples | None
     ) -> tuple[Slots, Layer]:
         delta = Delta(None, None, difference.change, 0, known=difference.scanned[0])
         if self.storage.algorithm != WHOLE:
             _expect_one_matrix(difference)
         if (rows := self._few_rows(difference)) is not None:
             moved = difference.change.of_rows(rows).dense()
-            ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)
+            ones = torch.zeros(where.view.matrix[0], len(rows), dtype=moved.dtype)
             ones[rows, torch.arange(len(rows))] = 1
             rows_alone = Delta(ones, moved, None, 0)
-            return self.storage.layer(target, rows_alone, Cut(Rule(EXACT), None, self.alpha))
+            return self.storage.layer(where, rows_alone, Cut(Rule(EXACT), None, self.alpha))
         rule = self.rule(difference)
-        return self.storage.layer(target, delta, Cut(rule, rank, self.alpha), triples)
+        return self.storage.layer(where, delta, Cut(rule, rank, self.alpha), triples)
 
     def _few_rows(self, difference: Difference) -> Tensor | None:
         """Return the rows of a table of embeddings that changed, where there are at most twice as many as its rule
