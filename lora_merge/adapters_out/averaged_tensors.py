@@ -6,7 +6,7 @@ A product of averaged factors is not the average of the products: for close snap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,18 +27,18 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
 from .factored_modules import FactoredSums, StoredValues, finite_values, read_values, weight_norms
-from .factors import FactoredDelta
 from .groups import OutputModule, components, layers_of_weights
+from .input_adapters import InputAdapters
 from .job import AdapterJob
-from .module_tensors import AdapterNorms, ChangeOfMean, Layer, waiting_entry
+from .module_tensors import Layer, waiting_entry
+from .opening import open_adapters
 from .output_file import Entry, Proof, drafted, expect_room
 from .output_modules import weights_of
 from .parallel import settings_of_torch
-from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_dtype
+from .pipeline import AdapterRun, Outcome, RunFacts, coverage, output_dtype
 from .proof import REDO, Comparison, Squares, StatedLoss, prove
 from .report import AdapterReport
-from .rounding import Array, all_finite, as_stored, data_of
-from .sources import Sources, open_sources
+from .values import Array, all_finite, as_stored, data_of
 
 if TYPE_CHECKING:
     from .delta import AveragedMatrices
@@ -116,33 +116,33 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
         this = stack.enter_context(AdapterRun(job, progress))
-        sources = open_sources(job, this.hash_adapters())
-        files = [p for i in sources.indexes for p in i.files]
+        inputs = open_adapters(job, this.hash_adapters())
+        files = [p for i in inputs.indexes for p in i.files]
         check_output(job.output, files, overwrite=job.inputs.overwrite)
-        snapshots = tuple(a.index for a in sources.adapters)
+        snapshots = tuple(a.index for a in inputs.adapters)
         expect_alike(snapshots)
-        dtype = output_dtype(job, sources.adapters)
-        reader = this.reading(sources.indexes)
+        dtype = output_dtype(job, inputs.adapters)
+        reader = this.reading(inputs.indexes)
         means = Averages(snapshots, tuple(a.strength for a in job.adapters), job.shares, reader, dtype)
-        unchosen = _unchosen(sources) if job.include or job.exclude else ()
+        unchosen = _unchosen(inputs) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
         expect_room(job, rows)
-        modules = layers_of_weights(sources.targets)
+        modules = layers_of_weights(inputs.targets)
         weights = weights_of(job, modules)
-        layers = dict(_layers(sources, modules, job, means, this.counted("make", weights)))
+        layers = dict(_layers(inputs, modules, job, means, this.counted("make", weights)))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
             bits, kind = means.of(info)
             entries.append(waiting_entry(Entry(name, kind, info.shape, data_of(bits)), draft))
-        outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
-        facts = RunFacts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),), weights=weights)
+        outcome = Outcome(job, snapshots, layers, entries, None, inputs.architecture, _configured(snapshots))
+        facts = RunFacts(coverage(job, inputs), spoken(dtype), (*dict.fromkeys(inputs.notes),), weights=weights)
         return outcome.finish(reader, draft, facts, partial(prove_average, means, job), this)
 
 
-def _unchosen(sources: Sources) -> set[str]:
+def _unchosen(inputs: InputAdapters) -> set[str]:
     """Return the tensors of the first snapshot's modules that change no weight that is averaged."""
-    first, targets = sources.adapters[0], sources.targets
+    first, targets = inputs.adapters[0], inputs.targets
     every = {i.name for m in first.modules for i in m.tensors} | {i.name for i in first.strange}
     chosen = {i.name for t in targets for u in t.uses for i in u.patch.module.tensors}  # of any: a weight may be 0
     return every - chosen - {info.name for t in targets for _, info, _ in t.values}
@@ -155,7 +155,7 @@ def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
 
 
 def _layers(
-    sources: Sources,
+    inputs: InputAdapters,
     modules: Sequence[OutputModule],
     job: AdapterJob,
     means: Averages,
@@ -163,7 +163,7 @@ def _layers(
 ) -> Iterator[tuple[str, Layer]]:
     """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum.
     `count`: is called with the bytes of each layer."""
-    weight = weight_norms(sources, means.reader)
+    weight = weight_norms(inputs, means.reader)
     of_changes = FactoredSums(job, partial(read_values, means.reader))
     of_tensors = FactoredSums(job, means.of)
     matrices: AveragedMatrices | None = None
@@ -174,29 +174,20 @@ def _layers(
         uses = tuple(u._replace(strength=1.0) for u in target.uses if u.patch.adapter == first)
         alone = replace(target, uses=uses, values=target.values[:1])
         kind = uses[0].patch.algorithm if uses else "replacement"
-        delta, written = of_changes.delta(target), of_tensors.delta(alone)
-        layers: Iterable[ChangeOfMean]
-        if delta is not None and written is not None:
-            layers = (_facts(delta.of(part), written.of(replace(part, target=alone)), delta.norms[part.runs])
-                      for part in parts)  # fmt: skip
-        else:
-            matrices = matrices or _matrices(job, sources, means)
-            layers = matrices.layers(parts, alone)
-        for module, part, mean in zip(group, parts, layers, strict=True):
-            yield module.place.label, Layer(kind, mean.rank, mean.before, None, mean.squares, mean.lost,
-                                    effect=mean.effect, norms=mean.norms, weight=weight(part))  # fmt: skip
+        deltas: Any = of_changes.delta(target), of_tensors.delta(alone)
+        if None in deltas:
+            from .delta import AveragedMatrices  # with torch
+
+            matrices = matrices or AveragedMatrices(job, inputs, means.reader, means.of)
+            deltas = matrices.deltas(target, alone)
+        for module, part in zip(group, parts, strict=True):
+            delta, written = deltas[0].of(part), deltas[1].of(replace(part, target=alone))
+            yield module.place.label, Layer(kind, written.before, delta.before, None, delta.squares,
+                                            delta.apart(written), effect=delta.effect, norms=deltas[0].norms[part.runs],
+                                            weight=weight(part))  # fmt: skip
             count(8 * prod(part.matrix))
-
-
-def _facts(delta: FactoredDelta, written: FactoredDelta, norms: AdapterNorms) -> ChangeOfMean:
-    """Return the facts of a layer. `written`: the change by the averaged tensors."""
-    return ChangeOfMean(delta.before, written.before, delta.squares, delta.apart(written), delta.effect, norms)
-
-
-def _matrices(job: AdapterJob, sources: Sources, means: Averages) -> AveragedMatrices:
-    from .delta import AveragedMatrices
-
-    return AveragedMatrices(job, sources, means.reader, means.of)
+        if matrices is not None:
+            matrices.forget()
 
 
 def weighted_sum(values: Sequence[Array], weights: Sequence[float], *, moving: bool) -> tuple[Array, Array]:

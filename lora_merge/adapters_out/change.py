@@ -4,7 +4,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -26,11 +26,10 @@ from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from .factors import placed, shortest, spread, squares_of
-from .groups import Place, Runs, Target, is_stored_pair, rank_of_change
+from .groups import Place, Target, is_stored_pair, rank_of_change
+from .input_adapters import NOWHERE, InputAdapters, reshaped, without_values
 from .job import GIVE_BASE, AdapterJob
-from .module_tensors import AdapterNorms, layer_norms
-from .rounding import squares_of_rows
-from .sources import NOWHERE, Sources, reshaped, without_values
+from .values import squares_of_rows
 
 
 class WithoutBase(TensorCache):
@@ -43,9 +42,9 @@ class WithoutBase(TensorCache):
         return super().fetch(info)
 
 
-def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
+def cache_of(job: AdapterJob, reader: Reader, inputs: InputAdapters) -> TensorCache:
     """Return the reader of tensors; without a base, one that refuses those of the base."""
-    files = frozenset(p for a in sources.adapters for p in a.index.files)
+    files = frozenset(p for a in inputs.adapters for p in a.index.files)
     return (WithoutBase if job.base is None else TensorCache)(reader, files)
 
 
@@ -78,15 +77,15 @@ class Change(ModuleChange):
 
 
 class Evaluator:
-    """Computes changes from the stored tensors of the sources. `wide`: they are brought to fp64 after that. `fetch`
+    """Computes changes from the stored tensors of the inputs. `wide`: they are brought to fp64 after that. `fetch`
     returns a tensor of the adapters, if not as it is stored."""
 
     def __init__(
-        self, sources: Sources, cache: TensorCache, at: Placement, *, wide: bool = False,
+        self, inputs: InputAdapters, cache: TensorCache, at: Placement, *, wide: bool = False,
         fetch: Callable[[StoredTensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.sources, self.cache, self.at, self.wide = sources, cache, at, wide
-        self.tensors = PatchTensors(fetch or cache.fetch, sources.weights)
+        self.inputs, self.cache, self.at, self.wide = inputs, cache, at, wide
+        self.tensors = PatchTensors(fetch or cache.fetch, inputs.weights)
 
     def changes(self, target: Target) -> list[Change]:
         """Return one change for each adapter that changes the weight, in the order of the adapters."""
@@ -103,7 +102,7 @@ class Evaluator:
     def altered(self, alter: Callable[[StoredTensor, Tensor], Tensor]) -> Evaluator:
         """Return an evaluator that reads every tensor of the adapters as a function gives it."""
         fetch = self.cache.fetch
-        return Evaluator(self.sources, self.cache, self.at, wide=self.wide, fetch=lambda info: alter(info, fetch(info)))
+        return Evaluator(self.inputs, self.cache, self.at, wide=self.wide, fetch=lambda info: alter(info, fetch(info)))
 
     def forget(self) -> None:
         """Drop the tensors that were read."""
@@ -122,7 +121,7 @@ class Evaluator:
         if factors and is_stored_pair(patch):
             computed = ModuleChange(*self._pair(patch))
         else:
-            weight = self.sources.weights.get(piece.key) or without_values(target.key, target)
+            weight = self.inputs.weights.get(piece.key) or without_values(target.key, target)
             computed = change_of_patch(patch, weight, self.tensors, self.at, factors=factors)
         if factors:
             left, right = shortest(*computed.factors)
@@ -151,7 +150,7 @@ class Evaluator:
 
     def _of_value(self, target: Target, number: int, info: StoredTensor, strength: float) -> Change:
         """Return the change of a weight that an adapter replaces: X − W. FitError if X has another shape."""
-        if prod(info.shape) != prod(self.sources.weights[target.key].shape):
+        if prod(info.shape) != prod(self.inputs.weights[target.key].shape):
             raise reshaped(target.key)
         value, base = self.cache.fetch(info).reshape(target.matrix), self.stored_values(target.key)
         base = base.reshape(target.matrix)
@@ -163,7 +162,7 @@ class Evaluator:
 
     def stored_values(self, key: str) -> Tensor:
         """Return the values of a weight of the base, in the dtype in which they are stored."""
-        return weight_values(self.sources.weights[key], self.cache.fetch)
+        return weight_values(self.inputs.weights[key], self.cache.fetch)
 
     def values(self, key: str) -> Tensor:
         """Return the values of a weight of the base."""
@@ -248,12 +247,7 @@ def squares_between(first: RowMatrix, other: RowMatrix, factor: float = 1.0) -> 
     return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)
 
 
-def norms_of(changes: Sequence[Change], target: Target) -> Mapping[Runs, AdapterNorms]:
-    """Return the norms of the changes of a weight in each of its layers."""
-    return layer_norms(target, changes, _squares)
-
-
-def _squares(change: Change, rows: slice) -> float:
+def squares_of_part(change: Change, rows: slice) -> float:
     """Return ‖ΔW‖² of some rows."""
     if change.whole is not None:
         return squares_of_rows(change.whole.part(rows))

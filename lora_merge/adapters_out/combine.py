@@ -8,20 +8,19 @@ from dataclasses import replace
 from typing import Final
 
 from ..command import Request
-from ..disk.destination import check_output
 from ..errors import FitError
 from ..models.part_factors import or_leave_out
 from ..options import KEEP
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from .adapter_dialect import spelling_of, without_base
 from .dialects import Dialect, dialect
-from .form import Conversion, form_of_module
-from .groups import layers_of_weights
+from .form import Conversion
+from .input_adapters import InputAdapters, chosen_of
 from .job import AdapterJob, adapter_job
+from .opening import open_adapters, without_base
+from .output_names import spelling_of
 from .pipeline import AdapterRun, grouped, output_dtype, plan_modules, write_modules
 from .report import AdapterReport
-from .sources import Sources, chosen_of, open_sources, ruled
 
 TRAINED_APART: Final = (
     "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
@@ -36,39 +35,36 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks if headers show them."""
     job = replace(job, inputs=replace(job.inputs, overwrite=True))
-    return plan_modules(_conversion(job, open_sources(job, cache)))
+    return plan_modules(_conversion(job, open_adapters(job, cache)))
 
 
 def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     with AdapterRun(job, progress) as this:
-        return write_modules(_conversion(job, open_sources(job, this.hash_adapters())), this)
+        return write_modules(_conversion(job, open_adapters(job, this.hash_adapters())), this)
 
 
-def _conversion(job: AdapterJob, sources: Sources) -> Conversion:
+def _conversion(job: AdapterJob, inputs: InputAdapters) -> Conversion:
     """Return the modules that the changes become: in the dialect that `--format` names, or that the first adapter has
-    if it has one module for several weights of the base; else the layers of one weight each in the words of the first
-    adapter."""
-    job = replace(job, dtype=output_dtype(job, sources.adapters))
-    name = sources.fused if job.format == KEEP else job.format
-    if name != KEEP:
-        to = _dialect(name, job, sources)
-        if job.base is None:
-            sources = chosen_of(job, without_base(job, sources.adapters, to))
-        return grouped(replace(job, format=to.name), sources, to)
-    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=job.inputs.overwrite)
-    job, to, modules = ruled(job, sources), spelling_of(sources.adapters[0]), layers_of_weights(sources.targets)
-    return Conversion(job, to, sources, modules, [], [form_of_module(job, to, module) for module in modules])
+    if it has one module for several weights of the base; else in the words of the first adapter."""
+    job = replace(job, dtype=output_dtype(job, inputs.adapters))
+    name = inputs.fused if job.format == KEEP else job.format
+    if name == KEEP:
+        return grouped(job, inputs, spelling_of(inputs.adapters[0]))
+    to = _dialect(name, job, inputs)
+    if job.base is None:
+        inputs = chosen_of(job, without_base(job, inputs.adapters, to))
+    return grouped(replace(job, format=to.name), inputs, to)
 
 
-def _dialect(name: str, job: AdapterJob, sources: Sources) -> Dialect:
+def _dialect(name: str, job: AdapterJob, inputs: InputAdapters) -> Dialect:
     """Return the dialect of the output; FitError for one that cannot hold the sum."""
     to = dialect(name)
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
                        str(job.adapters[0].path), "name the output's dialect, such as `--format kohya`")  # fmt: skip
-    known = sources.inputs.names.shapes if sources.inputs else {}
-    head = next((t.key for t in sources.targets if known and t.key not in known), "")
+    known = inputs.names.shapes if inputs.names else {}
+    head = next((t.key for t in inputs.targets if known and t.key not in known), "")
     if to.folder and head:
         raise FitError(
             TRAINED_APART, head, or_leave_out("give a base that stores both (tie_word_embeddings: false)", [head])

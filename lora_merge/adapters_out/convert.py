@@ -12,14 +12,15 @@ from ..options import KEEP, pairs
 from ..paths import is_folder, names_folder, nearest, output_file, typed
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from .adapter_dialect import as_named, input_dialect, without_base
 from .dialects import DIALECTS, OF_INPUT, dialect, stated_dialect
 from .form import Conversion
+from .input_adapters import chosen_of
 from .job import RANK_OPTIONS, AdapterJob, adapter_job, algorithm_of
+from .opening import as_named, open_adapters, without_base
+from .output_names import input_dialect
 from .pipeline import AdapterRun, grouped, plan_modules, write_modules
 from .rank_rules import NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
-from .sources import chosen_of, open_sources
 
 
 def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
@@ -71,7 +72,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     file = cache.adapter(job.adapters[0].path)
     to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
-        sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
+        inputs = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:
-        sources = open_sources(job, cache)
-    return grouped(job, sources, to)
+        inputs = open_adapters(job, cache)
+    return grouped(job, inputs, to)

@@ -22,7 +22,7 @@ from ..engine.tensors import view_bytes
 from ..errors import beyond_dtype
 from ..matching.patch import Patch
 from ..merge_methods import COMBINATIONS
-from .change import Change, Evaluator, cache_of, largest_rank, norms_of, squares_between
+from .change import Change, Evaluator, cache_of, largest_rank, squares_between, squares_of_part
 from .factored_modules import StoredValues
 from .factors import (
     Cut,
@@ -38,13 +38,13 @@ from .factors import (
     truncated,
 )
 from .groups import Place, PlacePart, Runs, Target
+from .input_adapters import InputAdapters
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .matrix_svd import of_dense, values_of
-from .module_tensors import AdapterNorms, ChangeOfMean, Layer, StoredModule
+from .module_tensors import AdapterNorms, Layer, StoredModule, layer_norms
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
-from .rounding import ZERO_TOTALS, Array, Effect, Totals, squares, squares_of_rows, totals_of, totals_of_rows
-from .sources import Sources
+from .values import ZERO_TOTALS, Array, Effect, Totals, squares, squares_of_rows, totals_of, totals_of_rows
 
 LOST_IN_FP32: Final = 1e-10
 """The share of ‖Δ‖² from which on a difference that is formed in fp32 has digits enough."""
@@ -109,6 +109,12 @@ class Delta(ModuleChange):
         ranks, order = part.ranks, torch.cat([torch.arange(start, stop) for start, stop in part.runs])
         before = 0 if None in ranks else min(max((rank or 0 for rank in ranks), default=0), *part.matrix)
         return Delta(None, None, self.whole.of_rows(order), before)
+
+    def apart(self, other: Delta) -> float:
+        """Return ‖Δ − Δ'‖²."""
+        if self.whole is None and other.whole is None:
+            return self.factored.apart(other.factored)
+        return squares_between(self.rows, other.rows)
 
     @cached_property
     def totals(self) -> Totals:
@@ -301,14 +307,14 @@ class AveragedMatrices:
     """Computes both changes of weights of one job: the average of the changes, and that by the averaged tensors."""
 
     def __init__(
-        self, job: AdapterJob, sources: Sources, reader: Reader, read: Callable[[StoredTensor], StoredValues]
+        self, job: AdapterJob, inputs: InputAdapters, reader: Reader, read: Callable[[StoredTensor], StoredValues]
     ) -> None:
         """`read`: returns the average of a tensor of the snapshots."""
         self._job, self._read = job, read
-        self._files = {file for adapter in sources.adapters for file in adapter.index.files}
-        self._cache = cache_of(job, reader, sources)
-        self._stored = Evaluator(sources, self._cache, HOST)
-        self._averaged = Evaluator(sources, self._cache, HOST, fetch=self._fetch)
+        self._files = {file for adapter in inputs.adapters for file in adapter.index.files}
+        self._cache = cache_of(job, reader, inputs)
+        self._stored = Evaluator(inputs, self._cache, HOST)
+        self._averaged = Evaluator(inputs, self._cache, HOST, fetch=self._fetch)
 
     def _fetch(self, info: StoredTensor) -> Tensor:
         """Return the average of a tensor of the snapshots; the base's as it is."""
@@ -317,22 +323,14 @@ class AveragedMatrices:
         bits, dtype = self._read(info)
         return tensor_of(bits, TORCH_DTYPES[dtype]).reshape(info.shape)
 
-    def layers(self, parts: Sequence[PlacePart], alone: Target) -> Iterator[ChangeOfMean]:
-        """Yield the facts of the layers of a weight. `alone`: the weight with the first snapshot's uses alone."""
-        target = parts[0].target
+    def deltas(self, target: Target, alone: Target) -> tuple[Delta, Delta]:
+        """Return both changes of a weight. `alone`: the weight with the first snapshot's uses alone."""
         changes = self._stored.changes(target)
         delta = combine(self._job, target, changes, [""] * len(changes))
-        written, norms = combine(self._job, alone, self._averaged.changes(alone), [""]), norms_of(changes, target)
-        for part in parts:
-            rows, real = delta.of(part), written.of(replace(part, target=alone))
-            yield ChangeOfMean(rows.before, real.before, rows.squares, _apart(rows, real), rows.effect,
-                               norms[part.runs])  # fmt: skip
+        written = combine(self._job, alone, self._averaged.changes(alone), [""])
+        return replace(delta, norms=layer_norms(target, changes, squares_of_part)), written
+
+    def forget(self) -> None:
+        """Drop the tensors that were read."""
         self._stored.forget()
         self._averaged.forget()
-
-
-def _apart(delta: Delta, written: Delta) -> float:
-    """Return ‖Δ − Δ̂‖²."""
-    if delta.whole is None and written.whole is None:
-        return delta.factored.apart(written.factored)
-    return squares_between(delta.rows, written.rows)

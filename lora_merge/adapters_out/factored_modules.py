@@ -19,7 +19,7 @@ from ..disk.reader import Reader
 from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES, StoredTensor
 from ..engine.coefficients import coefficients
 from ..errors import beyond_dtype, beyond_fp64, not_finite
-from ..matching.patch import Patch, PatchPart
+from ..matching.patch import PatchPart
 from ..merge_methods import COMBINATIONS, MEAN, SUM
 from ..text import Note
 from .dialects import Dialect
@@ -41,12 +41,13 @@ from .factors import (
     without_repeats,
 )
 from .form import Conversion, Form
-from .groups import OutputModule, PlacePart, Runs, Target, is_stored_pair, ranks_of
+from .groups import OutputModule, PlacePart, Runs, Target
+from .input_adapters import InputAdapters
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import AdapterNorms, Layer, StoredModule, layer_norms, with_change
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
-from .rounding import (
+from .values import (
     Array,
     Bits,
     Distinct,
@@ -59,23 +60,22 @@ from .rounding import (
     stored_bits,
     widened,
 )
-from .sources import NOWHERE, Sources
 
 NORM_SAMPLE: Final = 2**14
 """The values of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
 
-def weight_norms(sources: Sources, reader: Reader) -> Callable[[PlacePart], float | None]:
+def weight_norms(inputs: InputAdapters, reader: Reader) -> Callable[[PlacePart], float | None]:
     """Return a function that returns ‖W‖² of the rows of the base's weight that a layer changes, from some of them that
     are spread evenly; None without a base, and of a weight that is not stored whole."""
-    if sources.inputs is None or sources.inputs.base.path == NOWHERE:
+    if inputs.base is None:
         return lambda _: None
     from ..proof.weights import WeightReader
 
-    base = WeightReader(reader, sources.inputs.base)
+    base = WeightReader(reader, inputs.base)
 
     def squares(part: PlacePart) -> float | None:
-        weight = sources.weights.get(part.target.key)
+        weight = inputs.weights.get(part.target.key)
         if weight is None or weight.padded:
             return None
         _, cols = part.matrix
@@ -166,9 +166,7 @@ class FactoredSums:
 
     def has(self, target: Target) -> bool:
         """Return whether headers show that the change of a weight is such a sum."""
-        uses = _active(target)
-        factored = not target.vector and not target.values and COMBINATIONS[self.job.method].linear
-        return factored and bool(uses) and all(has_factors(use.patch) for use in uses)
+        return target.factored and COMBINATIONS[self.job.method].linear
 
     def delta(self, target: Target, exactly: str | None = None) -> FactoredDelta | None:
         """Return Δ of a weight, in fp64; None for a change that is computed as a matrix.
@@ -178,11 +176,12 @@ class FactoredSums:
         """
         if not self.has(target):
             return None
-        factors = [self._read(use) for use in sorted(_active(target), key=lambda use: use.patch.adapter)]
+        uses = sorted((use for use in target.uses if use.strength), key=lambda use: use.patch.adapter)
+        factors = [self._read(use) for use in uses]
         with np.errstate(all="ignore"):  # values that are too large are seen in the sums
             narrow = None
             if exactly in ("F16", "BF16") and self._is_concatenated(target, factors, exactly):
-                narrow = self._narrow(target, factors, exactly)
+                narrow = self._narrow(factors, exactly)
             return narrow or self._wide(target, factors)
 
     def _read(self, use: PatchPart) -> StoredFactor:
@@ -206,7 +205,7 @@ class FactoredSums:
         apart = len({f.use.patch.adapter for f in factors}) == len(factors)
         return apart and 0 < sum(len(f.down) for f in factors) <= min(target.matrix)
 
-    def _narrow(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> FactoredDelta | None:
+    def _narrow(self, factors: Sequence[StoredFactor], dtype: str) -> FactoredDelta | None:
         """Return the sum in fp32; None where that does not hold it, or where a number may not be finite."""
         # Step 1: Δ.
         weights = coefficients(self.job.method, lambda: (), [f.use.strength for f in factors], self.job.parameters)
@@ -271,20 +270,9 @@ class FactoredSums:
         return Summand(first.patch.adapter, first.strength, *pair)
 
 
-def _active(target: Target) -> list[PatchPart]:
-    return [use for use in target.uses if use.strength]
-
-
-def has_factors(patch: Patch) -> bool:
-    """Return whether a change is that of two stored factors."""
-    dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down") if slot in patch.module.slots}
-    plain = is_stored_pair(patch) and patch.magnitude is None and not patch.reads_base
-    return plain and dtypes <= FLOATS
-
-
-def noise_of(sources: Sources) -> float:
+def noise_of(inputs: InputAdapters) -> float:
     """Return the share of the largest singular value below which others are noise of the inputs."""
-    stored = [i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()]
+    stored = [i.dtype for a in inputs.adapters for m in a.modules for i in m.slots.values()]
     return STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
 
 
@@ -302,11 +290,6 @@ class FactoredModules:
     """Identity of a weight → its Δ, of the weights of the last modules."""
     notes: Sequence[Note] = ()
 
-    @cached_property
-    def forms(self) -> Mapping[str, Form]:
-        """Label → form of a module."""
-        return self.conversion.forms_by_label
-
     @property
     def dtype(self) -> str:
         """The dtype of the output, as files name it."""
@@ -315,7 +298,7 @@ class FactoredModules:
 
     def has(self, output: OutputModule) -> bool:
         """Return whether headers show that a module is made here."""
-        form = self.forms[output.place.label]
+        form = self.conversion.forms[output.place.label]
         if form.kind != "matrix" or form.whole or not all(self.sums.has(part.target) for part in output.parts):
             return False
         patches = [use.patch for part in output.parts for use in part.uses if use.strength]
@@ -344,7 +327,7 @@ class FactoredModules:
 
     def module(self, output: OutputModule, rank: int | None) -> StoredModule | None:
         """Return a module whose bytes are in memory; None for one that is made from matrices."""
-        place, form, to = output.place, self.forms[output.place.label], self.conversion.to
+        place, form, to = output.place, self.conversion.forms[output.place.label], self.conversion.to
         delta = self._delta(output) if form.kind == "matrix" and form.algorithm != WHOLE else None
         factors = None if delta is None else self._stored(output, delta, form, rank)
         (out, cols) = place.view.matrix
@@ -392,7 +375,7 @@ class FactoredModules:
 
     def _delta(self, output: OutputModule) -> FactoredDelta | None:
         """Return Δ of a module; None where the change of a weight that it has rows of is a matrix."""
-        exactly = output.alone and self.forms[output.place.label].rule.name == EXACT
+        exactly = output.alone and self.conversion.forms[output.place.label].rule.name == EXACT
         changes = list[tuple[PlacePart, FactoredDelta]]()
         for part in output.parts:
             key = id(part.target)
@@ -415,9 +398,9 @@ class FactoredModules:
 
 def factored_modules(conversion: Conversion, reader: Reader) -> Callable[[], FactoredModules]:
     """Return a function that returns what makes the modules of sums of stored factors, for one thread."""
-    job, sources = conversion.job, conversion.sources
+    job, inputs = conversion.job, conversion.inputs
     sums = FactoredSums(job, partial(read_values, reader))
-    return partial(FactoredModules, conversion, sums, noise_of(sources), weight_norms(sources, reader))
+    return partial(FactoredModules, conversion, sums, noise_of(inputs), weight_norms(inputs, reader))
 
 
 def _scale(uses: Sequence[PatchPart]) -> float:
@@ -479,7 +462,7 @@ def nbytes_of(job: AdapterJob, group: Sequence[OutputModule]) -> int:
 def _nbytes(job: AdapterJob, target: Target) -> int:
     """Return about how many bytes the change of a weight takes: factors several times, or matrices and what is
     stored."""
-    (out, cols), ranks = target.matrix, ranks_of(target.uses)
+    (out, cols), ranks = target.matrix, target.ranks
     factored = COMBINATIONS[job.method].linear and None not in ranks and not target.values
     read = sum(prod(shape) for use in target.uses for shape in use.patch.shapes.values())
     most = min(out, cols, sum(r or 0 for r in ranks))

@@ -24,8 +24,8 @@ from ..models.weights import RowSlice
 from .groups import PlacePart, Runs
 from .module_tensors import AdapterNorms, Spectrum
 from .rank_rules import Rule, choose
-from .rounding import CANCELLED_SHARE_OF_FP32 as SINGLE
-from .rounding import HEADROOM, LEAST_ROWS, PRODUCT_WORK, Array, Distinct, Effect, as_stored, widened
+from .values import CANCELLED_SHARE_OF_FP32 as SINGLE
+from .values import HEADROOM, LEAST_ROWS, PRODUCT_WORK, Array, Distinct, Effect, as_stored, widened
 
 STORED_IN_16: Final = 1e-7
 """Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit values."""

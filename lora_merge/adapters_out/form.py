@@ -20,15 +20,15 @@ from ..merge_methods import COMBINATIONS
 from ..options import KEEP
 from ..text import Note, size
 from .dialects import Dialect
-from .groups import OutputModule, Place, PlaceChange, Target, is_plain, is_stored_pair, rank_of_change, ranks_of
+from .groups import OutputModule, Place, PlaceChange, is_plain, is_stored_pair, rank_of_change
+from .input_adapters import InputAdapters
 from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, STORED_AS, WHOLE, AdapterJob, algorithm_in
-from .metadata import PlannedLayer, factor_shapes
-from .module_tensors import Layer, StoredModule
+from .metadata import factor_shapes
+from .module_tensors import Layer, PlannedModule, StoredModule
 from .output_file import Entry
 from .peft.config import BIAS_ENDING, TO_LORA, WRAPPED_BIAS, expect_table, is_table, magnitude_shape, rank_of
-from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
+from .peft.demands import Places, by_module, demands, is_pair, new_biases
 from .rank_rules import COUNT, EXACT, SAME, Rule
-from .sources import NOWHERE, Sources
 
 NOT_LOW_RANK: Final = "the result is no product of two small factors, so no LoRA stores it exactly"
 NO_FACTORS_OF_STACKS: Final = "the weights of stacked experts have no factors in these formats"
@@ -78,15 +78,10 @@ class Conversion(NamedTuple):
 
     job: AdapterJob  # with the output's name and the rule of each module
     to: Dialect  # the dialect that is written
-    sources: Sources  # the adapter's changes of the base
+    inputs: InputAdapters  # the adapter's changes of the base
     modules: list[OutputModule]  # the output modules with a change
     all_modules: list[Place]  # all modules that the dialect can name
-    forms: list[Form]  # of the modules
-
-    @property
-    def forms_by_label(self) -> dict[str, Form]:
-        """Label of a module → its form."""
-        return {module.place.label: form for module, form in zip(self.modules, self.forms, strict=True)}
+    forms: Mapping[str, Form]  # label of a module → its form
 
 
 def matrix_form(  # noqa: PLR0913  # facts of one matrix
@@ -122,18 +117,16 @@ def matrix_form(  # noqa: PLR0913  # facts of one matrix
     return Form("matrix", algorithm, rule, rank, highest, whole, dense)
 
 
-def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
-    job: AdapterJob, rule: Rule, weights: Sequence[Target], matrix: tuple[int, int], *, ranks: Sequence[int | None],
-    name: str,
-) -> Form:  # fmt: skip
-    """Return the form of a matrix of combined changes; errors as for `matrix_form`. `weights`: those with its rows;
-    `ranks`: of the changes of these rows."""
+def _form_of_combined(job: AdapterJob, module: OutputModule, rule: Rule) -> Form:
+    """Return the form of a matrix of combined changes; errors as for `matrix_form`."""
+    weights, name, cut = [part.target for part in module.parts], module.place.name, job.command.cuts
+    (first, *others) = module.parts  # the factors of one change in several weights have equal rows
+    ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.ranks
     # All rows of a weight's change are computed in one way.
     linear = COMBINATIONS[job.method].linear and not any(strength for t in weights for _, _, strength in t.values)
-    factored = linear and not any(None in ranks_of(target.uses) for target in weights)
-    cut = job.command.cuts
-    form = matrix_form(job.algorithm, rule, matrix, ranks if factored else [None], name=name, fix=GIVE_RANK, same=ranks,
-                       cut=cut)  # fmt: skip
+    factored = linear and not any(None in target.ranks for target in weights)
+    form = matrix_form(job.algorithm, rule, module.place.view.matrix, ranks if factored else [None], name=name,
+                       fix=GIVE_RANK, same=ranks, cut=cut)  # fmt: skip
     if any(t.stacked for t in weights) and not form.whole and (cut or rule.name != EXACT):
         raise FitError(NO_FACTORS_OF_STACKS, name, IN_FULL)
     return form
@@ -163,12 +156,10 @@ def form_of_module(job: AdapterJob, to: Dialect, module: OutputModule) -> Form:
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
         raise FitError(f"{to.name} cannot store whole matrices", place.name,
                        "write `--rank 32`, or choose the format kohya or comfy")  # fmt: skip
-    matrix, name = place.view.matrix, place.name
     if job.command.combines:
-        (first, *others) = module.parts  # the factors of one change in several weights have equal rows
-        ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.ranks
-        return _form_of_combined(job, rule, [part.target for part in module.parts], matrix, ranks=ranks, name=name)
-    form = matrix_form(algorithm, rule, matrix, [rank_of_change(p) for p in patches], name=name, fix=FOR_KOHYA)
+        return _form_of_combined(job, module, rule)
+    ranks, name = [rank_of_change(p) for p in patches], place.name
+    form = matrix_form(algorithm, rule, place.view.matrix, ranks, name=name, fix=FOR_KOHYA)
     return replace(form, renamed=_is_renamed(job, to, module))
 
 
@@ -299,22 +290,22 @@ def memory_note(layers: Iterable[tuple[str, tuple[int, int], Form]], limit: int)
                  f"once, more than --max-memory{fix}")]  # fmt: skip
 
 
-def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
+def planned_modules(conversion: Conversion) -> list[PlannedModule]:
     """Return the tensors of every module; then what PEFT needs in addition."""
-    pairs = zip(conversion.modules, conversion.forms, strict=True)
-    return _with_demands([_planned_module(module, form, conversion) for module, form in pairs], conversion)
+    return _with_demands([_planned_module(module, conversion) for module in conversion.modules], conversion)
 
 
-def _planned_module(module: OutputModule, form: Form, conversion: Conversion) -> PlannedLayer:
+def _planned_module(module: OutputModule, conversion: Conversion) -> PlannedModule:
     """Return the tensors of one module: factors at their highest rank, if the values decide it."""
-    to, job, place, patches = conversion.to, conversion.job, module.place, [s.patch for s in module.shares]
+    form, to, job, place = conversion.forms[module.place.label], conversion.to, conversion.job, module.place
+    patches = [s.patch for s in module.shares]
     shape, dtype = place.view.shape, written_dtype(job, module.shares) or "F32"
     if form.kind in ("value", "vector"):
-        return _named(module.place, to, {_ending(module, to): (_of_value(module, conversion, dtype), shape)})
+        return PlannedModule(module.place, {_ending(module, to): (_of_value(module, conversion, dtype), shape)})
     if form.whole:
         ending = to.endings.get("diff", f".{place.parameter}")
         kind = dtype if "diff" in to.endings else _new_dtype(module, conversion, dtype)
-        return _named(module.place, to, {ending: (kind, shape)})
+        return PlannedModule(module.place, {ending: (kind, shape)})
     copied, rank = form.kind == "copy", form.highest
     slots: dict[str, tuple[str, Shape]]
     if copied:
@@ -332,28 +323,23 @@ def _planned_module(module: OutputModule, form: Form, conversion: Conversion) ->
     names = {slot: to.endings.get(slot) or endings.get(slot) or f".{slot}" for slot in slots}
     if copied and patches[0].algorithm in to.products:
         rank = rank_of({names[slot]: stored for slot, (_, stored) in slots.items()})
-    return _named(module.place, to, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
+    return PlannedModule(module.place, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
 
 
-def planned_difference(place: Place, form: Form, to: Dialect, dtype: str) -> PlannedLayer:
+def planned_difference(place: Place, form: Form, to: Dialect, dtype: str) -> PlannedModule:
     """Return the tensors of the difference of a parameter between two checkpoints, at its highest rank."""
     shape, rank = place.view.shape, 0 if form.whole else form.highest
     slots = {"diff": shape} if form.whole else factor_shapes(shape, rank)
     tensors = {to.endings.get(slot, slot): (dtype, stored) for slot, stored in slots.items()}
     tensors |= {".alpha": ("F32", ())} if to.alpha and not form.whole else {}
-    return _named(place, to, tensors, rank)
+    return PlannedModule(place, tensors, rank)
 
 
-def facts_of(form: Form, layer: PlannedLayer, to: Dialect) -> dict[str, Any]:
+def facts_of(form: Form, layer: PlannedModule, to: Dialect) -> dict[str, Any]:
     """Return what a plan prints of a module; stacked experts get the one rank that PEFT requires."""
     facts = form.facts
     shown = facts["rank"] or facts["algorithm"] in to.products
     return {**facts, "rank": layer.rank or facts["rank"]} if shown else facts
-
-
-def _named(place: Place, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
-    """Return a layer of tensors by their endings."""
-    return PlannedLayer([(to.key(place.prefix, place.module, e), *tensor) for e, tensor in tensors.items()], rank)
 
 
 def _ending(module: OutputModule, to: Dialect) -> str:
@@ -399,7 +385,7 @@ def _of_value(module: OutputModule, conversion: Conversion, dtype: str) -> str:
 
 def _new_dtype(module: OutputModule, conversion: Conversion, dtype: str) -> str:
     """Return the dtype of the new value of a parameter, which holds those of the base and of the change."""
-    weight = conversion.sources.weights.get(module.place.view.row_slices[0].key)
+    weight = conversion.inputs.weights.get(module.place.key)
     base_dtype = weight.stored.dtype if weight is not None else ""
     if (
         conversion.job.inputs.dtype != KEEP
@@ -415,66 +401,55 @@ def _new_dtype(module: OutputModule, conversion: Conversion, dtype: str) -> str:
     )
 
 
-def _with_demands(layers: Sequence[PlannedLayer], conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
+def _with_demands(modules: list[PlannedModule], conversion: Conversion) -> list[PlannedModule]:
     """Return the modules with what a folder of PEFT or a file of diffusers needs in addition; FitError where it has no
     place for them, UsageError where the base has to be known."""
-    to, modules, known_by_module = conversion.to, conversion.modules, by_module(conversion.all_modules)
+    to, known_by_module = conversion.to, by_module(conversion.all_modules)
     if "up_bias" not in to.endings:
-        return [(parameter.place, layer) for parameter, layer in zip(modules, layers, strict=True)]
-    known = conversion.sources.inputs is not None and conversion.sources.inputs.base.path != NOWHERE
-    layers = _with_biases(layers, conversion, known_by_module, known=known)
-    parameters = [_parameter(layer, f.place, to) for layer, f in zip(layers, modules, strict=True)]
-    asked, whole = demands(parameters, known_by_module, to, known=known), list[tuple[Place, PlannedLayer]]()
-    kind = next((dtype for layer in layers for _, dtype, shape in layer.tensors if shape), "F32")
-    for layer, parameter in zip(layers, parameters, strict=True):
-        low = parameter.place.module in asked.low and is_pair(parameter, to)
-        whole.append((parameter.place, _pair(parameter.place, asked.rank, to, kind) if low else layer))
-    whole += [(p, _pair(p, 1, to, kind)) for p in asked.factors]
+        return modules
+    known = conversion.inputs.base is not None
+    modules = _with_biases(modules, conversion, known_by_module, known=known)
+    asked = demands(modules, known_by_module, to, known=known)
+    kind = next((dtype for module in modules for dtype, shape in module.tensors.values() if shape), "F32")
+    low = (module.place.module in asked.low and is_pair(module, to) for module in modules)
+    whole = [_pair(m.place, asked.rank, to, kind) if lower else m for m, lower in zip(modules, low, strict=True)]
+    whole += [_pair(p, 1, to, kind) for p in asked.factors]
     added: list[tuple[Place, str, str, Shape]]
     added = [(p, to.endings.get("up_bias", ""), kind, p.view.matrix[:1]) for p in asked.biases]
     added += [(p, to.endings.get("magnitude", ""), "F32", _of_rows(p)) for p in asked.magnitudes]
     wide = "F32" if conversion.job.compute_dtype == "fp32" else "F64"
     added += [(p, f".{p.parameter}", wide, p.view.shape) for p in asked.values]
-    whole += [(p, PlannedLayer([(to.key(p.prefix, p.module, end), dtype, shape)])) for p, end, dtype, shape in added]
-    return [*whole, *((p, _pair(p, asked.rank, to, kind)) for p in asked.zeros)]
+    whole += [PlannedModule(p, {ending: (dtype, shape)}) for p, ending, dtype, shape in added]
+    return [*whole, *(_pair(p, asked.rank, to, kind) for p in asked.zeros)]
 
 
 def _with_biases(
-    layers: Sequence[PlannedLayer], conversion: Conversion, known_by_module: Places, *, known: bool
-) -> list[PlannedLayer]:
+    modules: Sequence[PlannedModule], conversion: Conversion, known_by_module: Places, *, known: bool
+) -> list[PlannedModule]:
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them."""
-    to, modules = conversion.to, conversion.modules
-    parameters = [_parameter(layer, module.place, to) for layer, module in zip(layers, modules, strict=True)]
-    new = {id(place) for place in new_biases(parameters, known_by_module, to, known=known)}
-    factored, whole = {m.place.module for m in parameters if m.rank}, list[PlannedLayer]()
-    for layer, module, stored in zip(layers, modules, parameters, strict=True):
-        if id(module.place) in new or (BIAS_ENDING in stored.endings and to.folder):
-            ending = WRAPPED_BIAS if module.place.module in factored else BIAS_ENDING
-            ((_, dtype, shape),) = layer.tensors
-            dtype = _new_dtype(module, conversion, dtype) if id(module.place) in new else dtype
-            layer = _named(module.place, to, {ending: (dtype, shape)})
-        whole.append(layer)
+    new = {id(place) for place in new_biases(modules, known_by_module, conversion.to, known=known)}
+    factored, whole = {m.place.module for m in modules if m.rank}, list[PlannedModule]()
+    for output, module in zip(conversion.modules, modules, strict=True):
+        place, tensors = module.place, module.tensors
+        if id(place) in new or (BIAS_ENDING in tensors and conversion.to.folder):
+            ((dtype, shape),) = tensors.values()
+            dtype = _new_dtype(output, conversion, dtype) if id(place) in new else dtype
+            tensors = {WRAPPED_BIAS if place.module in factored else BIAS_ENDING: (dtype, shape)}
+        whole.append(module._replace(tensors=tensors))
     return whole
 
 
-def without_data(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> StoredModule:
+def without_data(module: PlannedModule, algorithm: str, to: Dialect) -> StoredModule:
     """Return the planned module without data, enough for `adapter_config.json`."""
-    stem = to.key(place.prefix, place.module, "")
-    entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
-    rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else layer.rank
-    return StoredModule(place, entries, Layer(algorithm, rank, rank, float(rank), 0.0, 0.0))
+    entries = {end: Entry(end, dtype, shape, memoryview(b"")) for end, (dtype, shape) in module.tensors.items()}
+    rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else module.rank
+    return StoredModule(module.place, entries, Layer(algorithm, rank, rank, float(rank), 0.0, 0.0))
 
 
-def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:
-    stem = to.key(place.prefix, place.module, "")
-    return Parameter(place, layer.rank, frozenset(name.removeprefix(stem) for name, _, _ in layer.tensors))
-
-
-def _pair(place: Place, rank: int, to: Dialect, kind: str) -> PlannedLayer:
+def _pair(place: Place, rank: int, to: Dialect, kind: str) -> PlannedModule:
     """Return the factors of a layer."""
     shapes = factor_shapes(place.view.shape, rank)
-    tensors = [(to.key(place.prefix, place.module, to.endings[slot]), kind, shape) for slot, shape in shapes.items()]
-    return PlannedLayer(tensors, rank)
+    return PlannedModule(place, {to.endings[slot]: (kind, shape) for slot, shape in shapes.items()}, rank)
 
 
 def _kind(info: StoredTensor, job: AdapterJob) -> str:

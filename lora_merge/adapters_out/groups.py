@@ -10,7 +10,7 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from ..algorithms import ALGORITHMS
-from ..dtypes import Shape, StoredTensor, flat
+from ..dtypes import FLOATS, Shape, StoredTensor, flat
 from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.names import Names
@@ -45,6 +45,11 @@ class Place(NamedTuple):
         return self.prefix + self.name
 
     @property
+    def key(self) -> str:
+        """The key of the weight that holds its first rows."""
+        return self.view.row_slices[0].key
+
+    @property
     def keys(self) -> list[str]:
         """The keys of the weights that hold it."""
         return [piece.key for piece in self.view.row_slices]
@@ -74,7 +79,19 @@ class Target:
     @cached_property
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) as the uses see the weight; stacked experts [E, out, in] are E·out rows."""
-        return matrix_of(self.shape, self.uses)
+        cols = self.uses[0].piece.cols if self.uses else 0
+        return (prod(self.shape) // cols, cols) if cols else flat(self.shape)
+
+    @cached_property
+    def ranks(self) -> list[int | None]:
+        """The rank of each change; None for one that is not a product of factors."""
+        return ranks_of(self.uses)
+
+    @cached_property
+    def factored(self) -> bool:
+        """Whether its change is a sum of products of stored factors."""
+        patches = [use.patch for use in self.uses if use.strength]
+        return bool(patches) and not self.vector and not self.values and all(map(has_factors, patches))
 
     @property
     def stacked(self) -> bool:
@@ -92,20 +109,10 @@ class Target:
         return self.places[0].label
 
 
-def matrix_of(shape: Shape, uses: Sequence[PatchPart]) -> tuple[int, int]:
-    """Return (rows, cols) of a weight as its uses see it."""
-    cols = uses[0].piece.cols if uses else 0
-    return (prod(shape) // cols, cols) if cols else flat(shape)
-
-
-def whole_place(  # noqa: PLR0913  # facts of one weight
-    module: str, parameter: str, key: str, shape: Shape, uses: Sequence[PatchPart], *, turned: bool = False
-) -> Place:
-    """Return a weight as one module. `turned`: whether the base stores it [in, out], such as GPT-2, and the output
-    [out, in] as all adapters."""
+def whole_place(module: str, parameter: str, view: WeightView, uses: Sequence[PatchPart]) -> Place:
+    """Return a weight as one module."""
     if parameter not in OF_MODULES:  # such as those of experts, which are named like modules
         module, parameter = f"{module}.{parameter}", "weight"
-    view = WeightView((RowSlice(key, 0, *matrix_of(shape, uses), turned),), shape[::-1] if turned else shape)
     return Place("", module, parameter, view, norm=of_norm(uses))
 
 
@@ -128,6 +135,13 @@ def is_plain(patch: Patch) -> bool:
 def is_stored_pair(patch: Patch) -> bool:
     """Return whether a change is the product of the two factors that the file stores, and a scale."""
     return is_plain(patch) and ALGORITHMS[patch.algorithm].stores == "factors"
+
+
+def has_factors(patch: Patch) -> bool:
+    """Return whether a change is that of two stored factors alone."""
+    if not is_stored_pair(patch) or patch.magnitude is not None or patch.reads_base:
+        return False
+    return all(patch.module.slots[slot].dtype in FLOATS for slot in ("up", "down"))
 
 
 def ranks_of(uses: Iterable[PatchPart]) -> list[int | None]:
@@ -221,7 +235,7 @@ class PlacePart:
     @property
     def ranks(self) -> list[int | None]:
         """The rank of each change; None for one that is not a product of factors."""
-        return ranks_of(self.uses)
+        return ranks_of(self.uses) if self.runs else self.target.ranks
 
 
 class OutputModule(NamedTuple):

@@ -41,8 +41,8 @@ from .change import (
     change_of,
     in_place,
     largest_rank,
-    norms_of,
     squares_between,
+    squares_of_part,
     sum_of,
     whole_change,
 )
@@ -66,15 +66,15 @@ from .factored_modules import FactoredModules, copy_of, delta_of_parts, nbytes_o
 from .factors import Cut, FactoredDelta, stacked
 from .form import Conversion, Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import OutputModule, Place, PlaceChange, PlacePart, Target, is_plain
+from .input_adapters import InputAdapters
 from .job import WHOLE, AdapterJob
-from .module_tensors import Layer, StoredModule, with_change
+from .module_tensors import Layer, StoredModule, layer_norms, with_change
 from .output_modules import WrittenModules, bundled, module_groups, stored_modules
 from .parallel import PerThread
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import TO_LORA, is_table, magnitude_shape, rank_of
 from .rank_rules import LayerSpectrum, Rule
-from .rounding import squares_of_rows
-from .sources import NOWHERE, Sources
+from .values import squares_of_rows
 
 IN_A_FACTOR: Final = Note(
     "the scale of some modules is in one of their factors: their algorithm has no other place for it"
@@ -211,10 +211,10 @@ def rows_in_order(change: RowMatrix, order: Tensor) -> RowMatrix:
     """Return a matrix of rows with these numbers; zeros for -1."""
 
     def read(rows: slice) -> Tensor:
-        sources = order[rows]
-        values = torch.zeros(len(sources), change.shape[1], dtype=torch.float64)
-        in_change = sources >= 0
-        values[in_change] = change.of_rows(sources[in_change]).dense().double()
+        lines = order[rows]
+        values = torch.zeros(len(lines), change.shape[1], dtype=torch.float64)
+        in_change = lines >= 0
+        values[in_change] = change.of_rows(lines[in_change]).dense().double()
         return values
 
     return RowMatrix((len(order), change.shape[1]), read)
@@ -490,7 +490,7 @@ class Converter:
         """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""
         dtype = self._dtype(shares)
         if self.job.inputs.dtype == KEEP:
-            stored = self.evaluator.sources.weights[place.view.row_slices[0].key].stored.dtype
+            stored = self.evaluator.inputs.weights[place.key].stored.dtype
             base_dtype = TORCH_DTYPES.get(stored, dtype)
             dtype = (
                 torch.promote_types(dtype, base_dtype)
@@ -527,7 +527,7 @@ class Converter:
             return stored_module(place, tensors, Layer(WHOLE, 0, 0, None, 0.0, 0.0))
         ending = self.to.endings["diff" if place.parameter == "weight" else "diff_b"]  # form_of_module has looked
         shape, at = place.view.matrix, self.evaluator.at
-        base = self.evaluator.stored_values(place.view.row_slices[0].key)
+        base = self.evaluator.stored_values(place.key)
         pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))
         new, before = (in_place(t, 0, shape[0], at) for t in pair)
         return rounded_change(place, ending, sum_of(shape, [(strength, new), (-strength, before)]), torch.float32)
@@ -535,10 +535,10 @@ class Converter:
 
 def converter(conversion: Conversion, reader: Reader) -> Converter:
     """Return the maker of a conversion's modules, for one thread."""
-    job, to, sources = conversion.job, conversion.to, conversion.sources
+    job, to, inputs = conversion.job, conversion.to, conversion.inputs
     at = SINGLE if job.compute_dtype == "fp32" else HOST
-    evaluator = Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE)
-    return Converter(job, to, conversion.forms_by_label, evaluator, reader)
+    evaluator = Evaluator(inputs, cache_of(job, reader, inputs), at, wide=at is SINGLE)
+    return Converter(job, to, conversion.forms, evaluator, reader)
 
 
 @undisturbed()
@@ -547,7 +547,7 @@ def computed(
 ) -> WrittenModules:  # fmt: skip
     """Return the tensors of every module, which wait or are in the draft, with what the dialect asks for in addition;
     InputError where none changes anything. `make`: returns what makes the modules, for one thread."""
-    job, to, sources, modules, all_modules, _ = conversion
+    job, to, inputs, modules, all_modules, _ = conversion
     here = make()
     here.at  # noqa: B018  # refuses a device that is not there
     changed, _, zeros, _, notes = stored_modules(module_groups(conversion), make, put, begin)
@@ -555,12 +555,11 @@ def computed(
     def renewed(place: Place) -> StoredModule:
         return here.renewed(next(module for module in modules if module.place == place))
 
-    at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
-    changed = with_biases(changed, all_modules, to, renewed if at_hand else None, put)
-    whole = completed(changed, all_modules, to, here.value if at_hand else None, put)
-    cache = cache_of(job, reader, sources)
+    changed = with_biases(changed, all_modules, to, renewed if inputs.base else None, put)
+    whole = completed(changed, all_modules, to, here.value if inputs.base else None, put)
+    cache = cache_of(job, reader, inputs)
     embeddings = (
-        [] if job.command.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+        [] if job.command.combines else [entry(i.name, cache.fetch(i)) for i in bundled(inputs.adapters[0], to)]
     )
     return WrittenModules(changed, whole, zeros, embeddings, notes)
 
@@ -577,17 +576,17 @@ def _nbytes(module: OutputModule) -> int:
 class WeightChanges:
     """The combined changes of the weights of one job."""
 
-    def __init__(self, job: AdapterJob, sources: Sources, reader: Reader) -> None:
-        self.job, self.sources, self.reader = job, sources, reader
+    def __init__(self, job: AdapterJob, inputs: InputAdapters, reader: Reader) -> None:
+        self.job, self.inputs, self.reader = job, inputs, reader
         self._single = job.compute_dtype == "fp32"
         self._evaluators = PerThread(self.evaluator)
-        self.combination = Combination(COMBINATIONS[job.method], job.parameters, sources.adapters)
+        self.combination = Combination(COMBINATIONS[job.method], job.parameters, inputs.adapters)
         self.notes: dict[Note, None] = {}
 
     def evaluator(self) -> Evaluator:
         """Return what computes the change of a weight by each adapter, for one thread."""
-        cache = cache_of(self.job, self.reader, self.sources)
-        return Evaluator(self.sources, cache, SINGLE if self._single else HOST)
+        cache = cache_of(self.job, self.reader, self.inputs)
+        return Evaluator(self.inputs, cache, SINGLE if self._single else HOST)
 
     def of(self, target: Target) -> Delta | None:
         """Return Δ of a weight; None without a change. Factors that are decomposed are in fp64, however they were
@@ -608,7 +607,7 @@ class WeightChanges:
             self.notes[Note(f"{self.job.method}: {ADDED_VECTORS}")] = None
         if not changes:
             return None
-        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
+        return replace(combine(self.job, target, changes, seeds), norms=layer_norms(target, changes, squares_of_part))
 
 
 @dataclass(frozen=True)
@@ -658,7 +657,7 @@ class Combiner(Converter):
         facts = replace(tensors.layer, effect=tensors.layer.effect or delta.effect, before=delta.before,
                         norms=norms_of_parts((part, self.weights[id(part.target)]) for part in output.parts),
                         weight=self.factored.weight_of(output) if tensors.layer.squares else None)  # fmt: skip
-        return replace(tensors, layer=facts)
+        return tensors._replace(layer=facts)
 
     def cut(self, output: OutputModule, delta: Delta, rule: Rule, rank: int | None) -> Cut:
         """Return the cut of a module of a rule, or of a rank that is decided already, with its α or α / rank."""
@@ -712,11 +711,11 @@ def _order(part: PlacePart, out: int) -> Tensor:
 
 def combiner(conversion: Conversion, reader: Reader, factored: Callable[[], FactoredModules]) -> Callable[[], Combiner]:
     """Return a function that returns the maker of the modules of combined changes, for one thread."""
-    changes, forms = WeightChanges(conversion.job, conversion.sources, reader), conversion.forms_by_label
+    changes = WeightChanges(conversion.job, conversion.inputs, reader)
 
     def make() -> Combiner:
         here = factored()
-        return Combiner(conversion.job, conversion.to, forms, changes.evaluator(), reader, here.noise,
+        return Combiner(conversion.job, conversion.to, conversion.forms, changes.evaluator(), reader, here.noise,
                         changes=changes, factored=here)  # fmt: skip
 
     return make

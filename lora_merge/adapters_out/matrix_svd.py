@@ -24,7 +24,7 @@ from ..engine.tensor_moves import HOST, Placement, host, stage
 from ..engine.tensors import on_device_of
 from .factors import CLEAN, DEFECT, Triples, numeric_rank
 from .rank_rules import Rule, choose, known_rank
-from .rounding import squares_of_rows
+from .values import squares_of_rows
 
 EXCESS: Final = 1e-3
 """By how much the error of a dense truncation may exceed the optimum, as a share of the optimum."""

@@ -16,7 +16,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
@@ -26,6 +25,7 @@ from ..command import Command
 from ..dtypes import ITEM_BYTES, Shape
 from ..files.checkpoint import Index
 from ..files.safetensors import LEGACY_HASH, layout
+from ..models.architectures import Architecture
 from ..paths import input_name
 from ..planning.header_entries import TITLE
 from ..planning.recipe import KEY
@@ -147,30 +147,23 @@ def factor_shapes(shape: Shape, rank: int) -> dict[str, Shape]:
     return {"down": (rank, *shape[1:]), "up": (shape[0], rank, *(1 for _ in shape[2:]))}
 
 
-@dataclass(frozen=True)
-class PlannedLayer:
-    """One layer of a plan: its tensors (name, dtype, shape), and its rank, 0 for a whole matrix."""
-
-    tensors: Sequence[HeaderEntry]
-    rank: int = 0
-
-
 def _entries(tensors: Sequence[HeaderEntry]) -> dict[str, str]:
     """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
     text = adapter_metadata({name: shape for name, _, shape in tensors})
     return {ADAPTER_METADATA: text} if text else {}
 
 
-def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
+def planned_size(modules: Iterable[tuple[int, Sequence[HeaderEntry]]], rule: Rule, inputs: Sequence[Index] = ()) -> int:
     """Return the bytes of a file, at most, where values decide its ranks: `--rank size:` bounds all factors together,
-    of which each layer has one direction at least. `inputs`: those whose metadata it keeps where they agree."""
+    of which each module has one direction at least. `modules`: rank of each, 0 for a whole matrix, and its tensors.
+    `inputs`: those whose metadata it keeps where they agree."""
     tensors, factors, least, others = list[HeaderEntry](), 0, 0, 0
-    for layer in layers:
-        tensors += layer.tensors
-        size = sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if shape)
-        others += sum(ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if not shape)
-        if layer.rank:
-            factors, least = factors + size, least + size // layer.rank
+    for rank, rows in modules:
+        tensors += rows
+        size = sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in rows if shape)
+        others += sum(ITEM_BYTES[dtype] for _, dtype, shape in rows if not shape)
+        if rank:
+            factors, least = factors + size, least + size // rank
         else:
             others += size
     if rule.name == SIZE:
@@ -245,17 +238,17 @@ LONGEST_ARGUMENTS: Final = 1 << 20  # letters of an input's arguments
 class OutputMetadata:
     """The facts from which the metadata of an output follows, known when its tensors are made.
 
-    `layers`: label → facts of the report. `model`: the stem of the architecture's file, "" where it is unknown.
+    `layers`: label → facts of the report. `architecture`: that of the base, if it is known.
     """
 
     def __init__(
         self, job: AdapterJob, inputs: Sequence[Index], layers: Mapping[str, Mapping[str, Any]],
-        tensors: Sequence[HashedTensor], model: str,
+        tensors: Sequence[HashedTensor], architecture: Architecture | None,
     ) -> None:  # fmt: skip
         self.job, self.layers, self.tensors = job, layers, tensors
         self.kind = job.command.inputs  # the entries of one adapter stay, those of a checkpoint are no adapter's
         self.inputs = [] if self.kind == "checkpoints" else [*inputs]
-        self.known = TRAINED_MODELS.get(model, TrainerEntries())
+        self.known = TRAINED_MODELS.get(architecture.file.stem if architecture else "", TrainerEntries())
         self.kernels = {
             t.name.removesuffix(end)
             for t in tensors

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..disk.draft import Draft, Heap
+from ..dtypes import Shape
 from ..survival import TARGETS, survived
 from ..text import Note
+from .dialects import Dialect
 from .groups import Place, Runs, Target
 from .job import FACTORS
+from .metadata import HeaderEntry
 from .output_file import Entry
 from .rank_rules import Rule, known_rank
-from .rounding import Effect
+from .values import Effect
 
 AdapterNorms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
@@ -94,17 +97,6 @@ class Layer:
         return sqrt(self.lost / self.squares) if self.squares else 0.0
 
 
-class ChangeOfMean(NamedTuple):
-    """The facts of a layer whose tensors are averaged."""
-
-    before: int  # the largest rank of the changes
-    rank: int  # of the change by the averaged tensors
-    squares: float  # ‖Δ‖² of the average of the changes
-    lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
-    effect: Effect
-    norms: AdapterNorms
-
-
 def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     """Return a layer's facts for the report; `adapters`: the number of inputs."""
     share = layer.lost / layer.squares if layer.squares else 0.0
@@ -143,17 +135,33 @@ def curve(layers: Iterable[Layer]) -> list[list[float]]:
 def waiting_entry(entry: Entry, put: Heap | Draft) -> Entry:
     """Return a tensor that is in memory as it waits, or as it is in the draft."""
     assert isinstance(entry.data, memoryview), "it was just made"
-    return replace(entry, data=put.put(entry.data))
+    return entry._replace(data=put.put(entry.data))
 
 
-@dataclass(frozen=True)
-class StoredModule:
+class PlannedModule(NamedTuple):
+    """The tensors of one module as far as headers show them."""
+
+    place: Place
+    tensors: Mapping[str, tuple[str, Shape]]  # ending → dtype and shape
+    rank: int = 0  # 0 for a whole matrix
+
+    def rows(self, to: Dialect) -> list[HeaderEntry]:
+        """Return them as in the header of a file."""
+        return [(to.key(self.place.prefix, self.place.module, end), *tensor) for end, tensor in self.tensors.items()]
+
+
+class StoredModule(NamedTuple):
     """The stored tensors of one module by their ending, and the facts of its layer."""
 
     place: Place
     tensors: Mapping[str, Entry]
     layer: Layer
     copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+    @property
+    def rank(self) -> int:
+        """The rank of its factors; 0 for a whole matrix."""
+        return self.layer.rank
 
 
 def with_change(module: StoredModule, *, measured: bool) -> tuple[StoredModule, ...]:
@@ -165,6 +173,6 @@ def with_change(module: StoredModule, *, measured: bool) -> tuple[StoredModule, 
 
 def waiting(module: StoredModule, put: Heap | Draft) -> StoredModule:
     """Return a module with its tensors in the order of their endings, whose bytes wait or are in the draft."""
-    return replace(
-        module, tensors={ending: waiting_entry(module.tensors[ending], put) for ending in sorted(module.tensors)}
+    return module._replace(
+        tensors={ending: waiting_entry(module.tensors[ending], put) for ending in sorted(module.tensors)}
     )

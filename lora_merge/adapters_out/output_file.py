@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -49,8 +48,7 @@ COMFY: Final = ("diffusion_model.", "text_encoders.")
 """Beginnings of names that ComfyUI alone reads."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of the output."""
 
     name: str
@@ -131,7 +129,7 @@ def put(entries: Iterable[Entry], draft: Draft) -> list[Entry]:
             data = DraftBytes(draft, parts[0].first if parts else draft.nbytes, data.nbytes)
         elif isinstance(data, memoryview):
             data = draft.put(data)
-        placed.append((data.first, replace(entry, data=data)))
+        placed.append((data.first, entry._replace(data=data)))
     assert sum(entry.data.nbytes for _, entry in placed) == draft.nbytes, "every tensor that was put is in the file"
     return [entry for _, entry in sorted(placed, key=lambda pair: pair[0])]
 

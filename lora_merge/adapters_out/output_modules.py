@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -155,7 +154,7 @@ def prefix_name(to: Dialect, place: Place) -> str:
 def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
     """Return the tensors of all modules under their keys; FitError where two have one."""
     entries = [
-        replace(m.tensors[ending], name=to.key(m.place.prefix, m.place.module, ending))
+        m.tensors[ending]._replace(name=to.key(m.place.prefix, m.place.module, ending))
         for m in modules for ending in sorted(m.tensors)
     ]  # fmt: skip
     if twice := next(unique(entries), None):

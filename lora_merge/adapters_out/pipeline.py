@@ -29,8 +29,8 @@ from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape, spoken
 from ..engine.torch_preload import load_library
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..files.folder_layouts import PEFT_PREFIX
 from ..matching.formula import ALPHA_SETTING
+from ..models.architectures import Architecture
 from ..models.blocks import adapter_groups, network_of
 from ..models.names import Names
 from ..options import KEEP
@@ -39,21 +39,21 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Counting, Progress, Stage, Step, counted
 from ..text import Note
 from ..version import __version__
-from .adapter_dialect import heads, in_memory, input_places
 from .dialects import Dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
-from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
-from .groups import OutputModule, Place, components, modules_at, places, with_parts
+from .form import Conversion, facts_of, form_of_module, memory_note, planned_modules, without_data
+from .groups import OutputModule, Place, components, with_parts
+from .input_adapters import InputAdapters
 from .job import FACTORS, AdapterJob, algorithm_in, one_rank
 from .metadata import OutputMetadata, planned_size
 from .module_tensors import Layer, StoredModule, curve, numbers_of
 from .output_file import CONTENTS, Content, Entry, Proof, drafted, expect_room, put, recipe, text_of, unread, write
 from .output_modules import Maker, bundled, entries_of, module_groups, named, prefix_name, stored_modules, weights_of
+from .output_names import output_names
 from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .proof import CombinationClaims, ConversionClaims, prove_combination, prove_conversion
 from .rank_rules import COUNT, EXACT
 from .report import AdapterReport, numbers_by_block
-from .sources import NOWHERE, Sources
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
@@ -87,7 +87,7 @@ class Outcome:
     layers: Mapping[str, Layer]
     entries: Sequence[Entry]
     config: Mapping[str, Any] | None = None  # of a PEFT folder
-    model: str = ""  # the stem of the architecture's file; "" where it is unknown
+    architecture: Architecture | None = None  # if it is known
     unchanged: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
 
     @cached_property
@@ -104,7 +104,7 @@ class Outcome:
         numbers = numbers_by_block(self.layer_facts, self._groups)
         numbers |= {"curve": points} if (points := curve(self.layers.values())) else {}
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
-        known = OutputMetadata(self.job, self.inputs, self.layer_facts, tensors, self.model)
+        known = OutputMetadata(self.job, self.inputs, self.layer_facts, tensors, self.architecture)
         entries = known.entries(
             lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
@@ -186,12 +186,6 @@ class AdapterRun:
         return counted(self.progress, stage, self._output, total)
 
 
-def model_of(sources: Sources) -> str:
-    """Return the stem of the architecture's file of the base; "" without a base that is known."""
-    known = sources.inputs.names.known if sources.inputs else None
-    return known.file.stem if known else ""
-
-
 def left_out(zeros: Sequence[Place]) -> list[Note]:
     """Return the note about layers that change nothing, if there are any."""
     names, more = ", ".join(place.name for place in zeros[:3]), " …" if len(zeros) > 3 else ""
@@ -226,12 +220,12 @@ def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, 
                          disk=Room.at(job.output, size).facts)  # fmt: skip
 
 
-def coverage(job: AdapterJob, sources: Sources, written: Collection[str] = ()) -> dict[str, Any]:
+def coverage(job: AdapterJob, inputs: InputAdapters, written: Collection[str] = ()) -> dict[str, Any]:
     """Return, by each adapter's path, how many of its modules change how many layers of the output, and what else it
     holds that the output lacks. `written`: what it has of that."""
     facts: dict[str, Any] = {}
-    for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
-        layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
+    for number, (ref, file) in enumerate(zip(job.adapters, inputs.adapters, strict=True)):
+        layers = [t for t in inputs.targets if any(u.patch.adapter == number for u in t.uses)
                   or any(v[0] == number for v in t.values)]  # fmt: skip
         name = input_name(ref.path)
         facts[name if name not in facts else f"{name} ({number + 1})"] = {
@@ -259,61 +253,39 @@ def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> str:
 # The modules of a dialect, for all commands that read adapters.
 
 
-def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
+def grouped(job: AdapterJob, inputs: InputAdapters, to: Dialect) -> Conversion:
     """Return the modules of a dialect that changes become; FitError where headers show that it cannot hold one."""
     # Step 1: the dialect of the output.
-    keeps_dialect = job.format == KEEP
-    assert sources.inputs is not None, "it has a base, or one is assumed"
-    to = to.of(sources.inputs.names.known)
+    to = to.of(inputs.architecture)
     job, to = named(job, to), one_rank(job, to)
     job = replace(job, algorithm=algorithm_in(job.algorithm, to))
-    read = [f for index in sources.indexes for f in index.files]
+    read = [f for index in inputs.indexes for f in index.files]
     check_output(job.output, read, overwrite=job.inputs.overwrite, folder=to.folder, contents=CONTENTS)
     # Step 2: the modules that the dialect can name, with the rows that each changes.
-    all_modules = [*(input_places(sources, to) if keeps_dialect else places(sources.inputs.names, to))]
-    all_modules += heads(sources) if to.whole and not keeps_dialect else ()
-    modules = modules_at(sources.targets, all_modules)
-    if to.from_top and not keeps_dialect:
-        if (level := _level(modules, sources.inputs.names)) is not None:
-            to = replace(to, level=level)
-            all_modules = [*places(sources.inputs.names, to), *(heads(sources) if to.whole else ())]
-            modules = modules_at(sources.targets, all_modules)
-        modules, all_modules = in_memory(modules, all_modules)
+    to, modules, all_modules = output_names(job, inputs.targets, inputs.names, to)
     if job.command.combines:
-        modules = [module for group in components(with_parts(sources.targets, modules)) for module in group]
+        modules = [module for group in components(with_parts(inputs.targets, modules)) for module in group]
     else:
-        order, last = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}, len(sources.adapters[0].modules)
+        order, last = {id(m): n for n, m in enumerate(inputs.adapters[0].modules)}, len(inputs.adapters[0].modules)
         modules.sort(key=lambda f: min((order.get(id(s.patch.module), last) for s in f.shares), default=last))
     # Step 3: the rule and the form of each module.
-    base_names = sources.inputs.names if job.base is not None else None
+    base_names = inputs.names if inputs.base is not None else None
     job = replace(job, rules=job.rules.on(base_names, _layers(base_names, modules)))
     if to.folder:
         expect_one((module.place.component for module in modules), "the adapter changes", job.output)
-    forms = [form_of_module(job, to, module) for module in modules]
-    return Conversion(job, to, sources, modules, all_modules, forms)
+    forms = {module.place.label: form_of_module(job, to, module) for module in modules}
+    return Conversion(job, to, inputs, modules, all_modules, forms)
 
 
 def _layers(names: Names | None, modules: Sequence[OutputModule]) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
-    for place, shares, *_ in modules:
+    for place, shares, _, parts in modules:
         if names is not None:
-            yield place.label, place.component, [piece.key for piece in place.view.row_slices]
+            yield place.label, place.component, place.keys
         else:
-            named = [share.patch.module.name for share in shares] or [place.label]
+            patches = [share.patch for share in shares] or [use.patch for part in parts for use in part.uses]
+            named = [patch.module.name for patch in patches] or [place.label]
             yield place.label, network_of(named[0]), named
-
-
-def _level(modules: Sequence[OutputModule], names: Names) -> str | None:
-    """Return the level above the layers that an adapter of PEFT names itself; None for another adapter."""
-    bodies = {k: body for part in names.parts for body, k in part.keys.items() if k.startswith(part.prefix)}
-    levels = set()
-    for place, shares, *_ in modules:
-        (piece, *others) = place.view.row_slices
-        body = bodies.get(piece.key, "").rpartition(".")[0]
-        for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
-            if name.startswith(PEFT_PREFIX) and name.endswith(f".{body}"):
-                levels.add(name[len(PEFT_PREFIX) : len(name) - len(body)])
-    return levels.pop() if len(levels) == 1 else None
 
 
 def write_modules(conversion: Conversion, this: AdapterRun) -> AdapterReport:
@@ -321,16 +293,16 @@ def write_modules(conversion: Conversion, this: AdapterRun) -> AdapterReport:
     all. `this`: begun before the inputs were opened, so that its times include that."""
     with ExitStack() as stack:
         # Step 1: the modules of the output are planned.
-        job, to, sources, modules, all_modules, forms = conversion
+        job, to, inputs, modules, all_modules, _ = conversion
         this.name(job.output)
-        inputs = [a.index for a in sources.adapters]
-        rows = [tensor for _, layer in planned_modules(conversion) for tensor in layer.tensors]
+        indexes = [a.index for a in inputs.adapters]
+        rows = [row for module in planned_modules(conversion) for row in module.rows(to)]
         exact = job.command.combines and not job.command.cuts and job.rules.all_are(EXACT)
         if exact or not job.ranked:  # else values decide
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
-        reader = this.reading(sources.indexes)
-        draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
+        reader = this.reading(inputs.indexes)
+        draft = stack.enter_context(drafted(job, reader, rows, indexes, folder=to.folder))
         factored = factored_modules(conversion, reader) if job.command.combines else None
         if (make := _without_torch(conversion, reader, factored)) is not None:
             writing = stored_modules(module_groups(conversion), make, draft, this.counted)
@@ -344,22 +316,22 @@ def write_modules(conversion: Conversion, this: AdapterRun) -> AdapterReport:
             writing = computed(conversion, with_torch, reader, into, this.counted)
         # Step 3: the header, the proof and the report.
         entries = entries_of(to, writing.whole) + writing.embeddings
-        folder_config = config(writing.whole, _before(sources), all_modules) if to.folder else None
+        folder_config = config(writing.whole, _before(inputs), all_modules) if to.folder else None
         layers = {prefix_name(to, m.place): m.layer for m in writing.changed}
-        outcome = Outcome(job, inputs, layers, entries, folder_config, model_of(sources))
-        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *writing.notes,
+        outcome = Outcome(job, indexes, layers, entries, folder_config, inputs.architecture)
+        notes = (*dict.fromkeys(inputs.notes), *_memory_note(conversion), *writing.notes,
                  *left_out(writing.zeros), *_stated_again(job, writing.changed), *differing_ranks(folder_config),
                  *idle_alpha(job, stored=to.alpha), *high_rank(job, layers.values()),
                  *idle_rank(job, (layer.rank for layer in layers.values())),
                  *(unread(e.name for e in entries) if folder_config is None else ()),
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
-        covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
+        covered = coverage(job, inputs, [entry.name for entry in writing.embeddings])
         facts = RunFacts(covered, dtype, notes, to.name, weights_of(job, modules))
-        prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
+        prove = partial(prove_conversion, ConversionClaims(job, inputs, writing.changed))
         if job.command.combines and to.name == KEEP:
             nbytes = sum(entry.data.nbytes for entry in entries)
-            prove = partial(prove_combination, CombinationClaims(job, sources, modules, outcome.layer_facts, nbytes))
+            prove = partial(prove_combination, CombinationClaims(job, inputs, modules, outcome.layer_facts, nbytes))
         return outcome.finish(reader, draft, facts, prove, this)
 
 
@@ -368,50 +340,46 @@ def _without_torch(
 ) -> Callable[[], Maker] | None:  # fmt: skip
     """Return what makes the modules of a file, for one thread, where headers show that all are copies or sums of stored
     factors; None for others."""
-    job, to, sources, modules, _, forms = conversion
+    job, to, inputs, modules, _, forms = conversion
     if to.folder or "up_bias" in to.endings or job.inputs.device not in ("auto", "cpu"):
         return None
     if factored is not None:
         return factored if all(map(factored().has, modules)) else None
-    copied = all(form.renamed for form in forms) and not bundled(sources.adapters[0], to)
+    copied = all(form.renamed for form in forms.values()) and not bundled(inputs.adapters[0], to)
     return partial(Copies, to, reader) if copied else None
 
 
 def plan_modules(conversion: Conversion) -> AdapterReport:
     """Return what `write_modules` would do, from headers alone."""
-    job, to, sources, modules, all_modules, forms = conversion
-    planned_layers = planned_modules(conversion)
-    facts = [facts_of(form, layer, to) for form, (_, layer) in zip(forms, planned_layers, strict=False)]
-    layers = {
-        prefix_name(to, place): module_facts for (place, _), module_facts in zip(planned_layers, facts, strict=False)
-    }
-    size = planned_size([layer for _, layer in planned_layers], job.rules.linear, [a.index for a in sources.adapters])
+    job, to, inputs, modules, all_modules, forms = conversion
+    every = planned_modules(conversion)  # the modules, then what is added to them
+    facts = [facts_of(forms[m.place.label], planned, to) for m, planned in zip(modules, every, strict=False)]
+    layers = {prefix_name(to, m.place): module_facts for m, module_facts in zip(modules, facts, strict=True)}
+    rows = [(module.rank, module.rows(to)) for module in every]
+    size = planned_size(rows, job.rules.linear, [a.index for a in inputs.adapters])
     folder_config = None
     if to.folder:
-        kinds = [
-            *(str(module_facts["algorithm"]) for module_facts in facts),
-            *(FACTORS for _ in planned_layers[len(facts) :]),
-        ]
-        modules_without_data = [without_data(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
-        folder_config = config(modules_without_data, _before(sources), all_modules)
+        kinds = [*(str(module_facts["algorithm"]) for module_facts in facts), *[FACTORS] * (len(every) - len(facts))]
+        modules_without_data = [without_data(module, kind, to) for module, kind in zip(every, kinds, strict=True)]
+        folder_config = config(modules_without_data, _before(inputs), all_modules)
         size += len(text_of(folder_config))
-    kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
+    kinds_of_tensors = Counter(kind for module in every for _, (kind, _) in sorted(module.tensors.items()))
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(folder_config),
+    notes = (*dict.fromkeys(inputs.notes), *_memory_note(conversion), *differing_ranks(folder_config),
              *idle_alpha(job, stored=to.alpha), *idle_rank(job, (row["rank"] for row in facts)))  # fmt: skip
-    return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, weights_of(job, modules)), layers, size)
+    return planned(job, RunFacts(coverage(job, inputs), dtype, notes, to.name, weights_of(job, modules)), layers, size)
 
 
-def _memory_note(job: AdapterJob, modules: Sequence[OutputModule], forms: Sequence[Form]) -> list[Note]:
+def _memory_note(conversion: Conversion) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
-    layers = ((m.place.label, m.place.view.matrix, form) for m, form in zip(modules, forms, strict=True))
-    return memory_note(layers, job.inputs.max_memory)
+    forms, places = conversion.forms, (module.place for module in conversion.modules)
+    layers = ((place.label, place.view.matrix, forms[place.label]) for place in places)
+    return memory_note(layers, conversion.job.inputs.max_memory)
 
 
-def _before(sources: Sources) -> Mapping[str, Any]:
+def _before(inputs: InputAdapters) -> Mapping[str, Any]:
     """Return the configuration of the first adapter, with the task of the base's model if it lacks one."""
-    before = sources.adapters[0].index.config
-    base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
+    before, base = inputs.adapters[0].index.config, inputs.base
     stated = {**before, FAN_IN_FAN_OUT: base is None and before.get(FAN_IN_FAN_OUT) is True}  # else the base states it
     return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
 

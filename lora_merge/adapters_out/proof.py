@@ -37,11 +37,11 @@ from ..proof.reference.floats import Array, decode
 from ..proof.reference.numpy_threads import one_core
 from ..proof.weights import WeightReader
 from .groups import OutputModule, Place, PlacePart, Target, is_plain
+from .input_adapters import NOWHERE, InputAdapters, same_base
 from .job import AdapterJob
 from .module_tensors import StoredModule
 from .output_file import Proof
 from .parallel import PerThread, side_by_side
-from .sources import NOWHERE, Sources, same_base
 
 BUDGET: Final = 2**27
 """Values that are formed for a proof that is not full: those of ΔW, once for every change of it."""
@@ -156,20 +156,20 @@ def recomputation(
     return Recomputation(facts, reader, full=True, stored=stored)
 
 
-def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:
+def confirm(job: AdapterJob, inputs: InputAdapters, reader: Reader) -> None:
     """Raise VerificationFailed where a second reading of the adapters gives a module other places, another formula,
     scale or strength. Nothing without a base: rows are those of the adapters' own modules then."""
-    if sources.matches:
+    if inputs.matches:
         from ..proof.second_reading.comparison import compare, stored_number
 
         uses: dict[str, list[PatchPart]] = {}
-        for match in sources.matches:
+        for match in inputs.matches:
             for key, parts in match.uses.items():
                 uses.setdefault(key, []).extend(parts)
         targets = [
-            OutputTensor(key, key, "F64", sources.weights[key], 0, 0, tuple(parts)) for key, parts in uses.items()
+            OutputTensor(key, key, "F64", inputs.weights[key], 0, 0, tuple(parts)) for key, parts in uses.items()
         ]
-        compare(job.inputs, sources.indexes[0], sources.matches, targets, partial(stored_number, reader))
+        compare(job.inputs, inputs.indexes[0], inputs.matches, targets, partial(stored_number, reader))
 
 
 ChangeRows: TypeAlias = Callable[[slice], Array]
@@ -262,7 +262,7 @@ class CombinationClaims:
     """The claims of a run about its output."""
 
     job: AdapterJob
-    sources: Sources
+    inputs: InputAdapters
     modules: Sequence[OutputModule]
     layers: Mapping[str, Mapping[str, Any]]  # layer → its facts for the report
     nbytes: int  # of all tensors
@@ -273,13 +273,13 @@ class Expectation:
     """What a job's method makes of the changes of a weight, in the second computation."""
 
     job: AdapterJob
-    sources: Sources
+    inputs: InputAdapters
 
     @cached_property
     def combination(self) -> Combination | None:
         """The method that combines changes; None for one that adds them."""
         job = self.job
-        return None if job.method in ADDING else Combination(METHODS[job.method], job.parameters, self.sources.adapters)
+        return None if job.method in ADDING else Combination(METHODS[job.method], job.parameters, self.inputs.adapters)
 
     def has(self, whole: Target) -> bool:
         """Return whether there is a second computation for a weight, within the memory.
@@ -306,18 +306,18 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
     """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says. Of layers
     without a second computation only the tensors' bytes are counted."""
     # Step 1: the tensors of the file, counted.
-    job, sources, index = claims.job, claims.sources, open_checkpoint(path)
+    job, inputs, index = claims.job, claims.inputs, open_checkpoint(path)
     nbytes = sum(info.nbytes for info in index.tensors.values())
     if nbytes != claims.nbytes:
         raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {nbytes} bytes", REDO)
-    confirm(job, sources, reader)
+    confirm(job, inputs, reader)
     # Step 2: the layers that have a second computation, with the weights that they are of.
-    expected = Expectation(job, sources)
+    expected = Expectation(job, inputs)
     parts = [(module.place, part) for module in claims.modules for part in module.parts
              if module.place.label in claims.layers and expected.has(part.target)]  # fmt: skip
     # Step 3: each is compared with the module of the file.
     modules = {(m.name, m.parameter): m for m in group(index).modules}
-    again = PerThread(lambda: recomputation(job, sources.indexes[0], sources.weights, reader))
+    again = PerThread(lambda: recomputation(job, inputs.indexes[0], inputs.weights, reader))
     with Reader([index]) as file:
 
         def compared(place: Place, part: PlacePart) -> Squares | None:
@@ -423,30 +423,30 @@ class ConversionClaims(NamedTuple):
     """The claims of a run about its output."""
 
     job: AdapterJob
-    sources: Sources
+    inputs: InputAdapters
     modules: Sequence[StoredModule]  # that change something, and what is lost in each
 
 
 def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
     """Return what was proven of the output at `path`; VerificationFailed if a weight's change is not the one that the
     inputs' changes become."""
-    job, sources, modules = claim
-    assert sources.inputs is not None, "a conversion has a base"
+    job, inputs, modules = claim
+    assert inputs.opened is not None, "a conversion has a base"
     of_output = replace(job, inputs=replace(job.inputs, adapters=(Adapter(path),)))
-    again = same_base(sources.inputs, of_output)
-    base, lost = sources.inputs.base, _lost(modules)
+    again = same_base(inputs.opened, of_output)
+    base, lost = inputs.opened.base, _lost(modules)
     worst = max((m.layer.residual for m in modules), default=0.0)
 
-    def computed(of: Sources, source: Reader) -> Recomputation:
+    def computed(of: InputAdapters, source: Reader) -> Recomputation:
         return recomputation(of_output, base, of.weights, source, _Drawn(source, base))
 
     with Reader(again.indexes) as file:
-        confirm(job, sources, reader)
+        confirm(job, inputs, reader)
         confirm(of_output, again, file)
-        before, after = (PerThread(partial(computed, *side)) for side in ((sources, reader), (again, file)))
+        before, after = (PerThread(partial(computed, *side)) for side in ((inputs, reader), (again, file)))
         sides = BothSides(reader, file, {t.key: t for t in again.targets}, before, after)
-        expected, comparisons = Expectation(job, sources), list[Comparison]()
-        for target in sources.targets:
+        expected, comparisons = Expectation(job, inputs), list[Comparison]()
+        for target in inputs.targets:
             stated = StatedLoss(worst, lost.get(target.key, 0.0), at_most=True)
             if not job.command.combines:
                 elements, nbytes = _cost(target, sides.outputs.get(target.key))
@@ -456,9 +456,9 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
                 elements, nbytes = (2 + len(target.uses)) * prod(target.shape), expected.nbytes(target)
                 squares = partial(_combined, target, expected, sides)
                 comparisons.append(Comparison(target.key, elements, nbytes, stated, squares))
-        changed = {target.key for target in sources.targets}
+        changed = {target.key for target in inputs.targets}
         comparisons += untouched((t for t in again.targets if t.key not in changed), after, lost)
-        return prove(comparisons, of_output, path, begin, layers=len(sources.targets))
+        return prove(comparisons, of_output, path, begin, layers=len(inputs.targets))
 
 
 class BothSides(NamedTuple):
@@ -517,7 +517,7 @@ def _lost(modules: Sequence[StoredModule]) -> dict[str, float]:
     """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
     squares: dict[str, float] = {}
     for module in modules:
-        for key in {piece.key for piece in module.place.view.row_slices}:
+        for key in {*module.place.keys}:
             squares[key] = squares.get(key, 0.0) + module.layer.lost
     return squares
 

@@ -16,7 +16,7 @@ from ..survival import ENOUGH, grade, judged, lost, percent, spoken, survived, t
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
 from .rank_rules import EXACT
-from .rounding import effect_of_layers
+from .values import effect_of_layers
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,10 +17,10 @@ from ..adapters_out.delta import spectrum
 from ..adapters_out.dialects import stated_dialect
 from ..adapters_out.factors import decomposing
 from ..adapters_out.groups import layers_of_weights
-from ..adapters_out.output_names import body_of, joined
+from ..adapters_out.input_adapters import InputAdapters
+from ..adapters_out.opening import body_of, joined, open_adapters
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
-from ..adapters_out.sources import Sources, open_sources
 from ..addresses import downloads_in
 from ..boundary import public
 from ..command import Request
@@ -131,23 +131,23 @@ class Changes(AdapterValue):
         return report
 
     @cached_property
-    def _opened(self) -> dict[str | None, Sources]:
+    def _opened(self) -> dict[str | None, InputAdapters]:
         return {}
 
     def _spectrum(self, name: str, base: str | None) -> list[float]:
         job = COMMANDS["combine"].job([(a.path, s) for a, s in self.terms], "sum.safetensors", base, {})
         if base not in self._opened:
-            self._opened[base] = open_sources(job)
-        sources = self._opened[base]
-        body, modules = body_of(str(name)), layers_of_weights(sources.targets)
+            self._opened[base] = open_adapters(job)
+        inputs = self._opened[base]
+        body, modules = body_of(str(name)), layers_of_weights(inputs.targets)
         modules = [m for m in modules if name == m.place.label or body_of(m.place.module) == body]
         modules.sort(key=lambda module: module.place.label != name)  # a module's weight, before a bias of it
         if not modules:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
         place, (part,) = modules[0].place, modules[0].parts
-        with Reader(sources.indexes) as reader:
-            cache = cache_of(job, reader, sources)
-            changes = [c for c in Evaluator(sources, cache, placement("cpu", "F64")).changes(part.target) if c.strength]
+        with Reader(inputs.indexes) as reader:
+            cache = cache_of(job, reader, inputs)
+            changes = [c for c in Evaluator(inputs, cache, placement("cpu", "F64")).changes(part.target) if c.strength]
             if not changes:
                 return []
             combined_change = combined(job, part.target, changes, [""] * len(self.terms)).of(part)

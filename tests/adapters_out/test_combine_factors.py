@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.factors import stacked
-from lora_merge.adapters_out.rounding import Distinct, is_finite, narrowed, products
+from lora_merge.adapters_out.values import Distinct, is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
 from tests.kit.cost import steps
 from tests.kit.files import strays

@@ -384,7 +384,7 @@ def test_plan_shows_the_tensors_of_the_file(kind: str, options: dict[str, Any], 
                 refused()
         return
     found = opened(task, CheckpointCache())
-    planned = {name: (dtype, shape) for _, one in planned_modules(found) for name, dtype, shape in one.tensors}
+    planned = {name: (dtype, shape) for one in planned_modules(found) for name, dtype, shape in one.rows(found.to)}
     made = lora_merge.convert(adapter, out, base=base, **options)
     stored = open_checkpoint(out).tensors
     assert planned == {name: (info.dtype, info.shape) for name, info in stored.items()}

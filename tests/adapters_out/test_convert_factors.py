@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.rounding import WIDEN, is_finite
+from lora_merge.adapters_out.values import WIDEN, is_finite
 from lora_merge.disk.draft import Draft, DraftBytes
 from lora_merge.errors import InputError, VerificationFailed
 from tests.kit.files import strays

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters_out import combine as combine_module
 from lora_merge.adapters_out.combine import plan
+from lora_merge.adapters_out.input_adapters import InputAdapters
 from lora_merge.adapters_out.job import AdapterJob
-from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.progress import unwatched
@@ -157,13 +157,13 @@ def test_numbers_are_rounded_once_whatever_the_dialect_does_with_alpha(folder: P
 def test_stage_that_loads_is_the_time_in_which_inputs_are_opened(
     folder: Path, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = combine_module.open_sources
+    opened = combine_module.open_adapters
 
-    def slowly(job: AdapterJob, cache: CheckpointCache) -> Sources:
+    def slowly(job: AdapterJob, cache: CheckpointCache) -> InputAdapters:
         time.sleep(0.05)
         return opened(job, cache)
 
-    monkeypatch.setattr(combine_module, "open_sources", slowly)
+    monkeypatch.setattr(combine_module, "open_adapters", slowly)
     report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", format=to, device="cpu")
     assert report.stages["load"] >= 0.05
     assert sum(report.stages.values()) == pytest.approx(report.seconds)

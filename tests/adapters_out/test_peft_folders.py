@@ -86,7 +86,8 @@ def changes(folder: Path) -> Tensors:
 def expect_planned(adapter: Path, out: Path, to: str, base: Path | None) -> None:
     """Convert an adapter. The plan has to tell the tensors of the output, those that PEFT asks for among them."""
     task = COMMANDS["convert"].job([adapter], out, base, {"to": to, "overwrite": True})
-    planned = {one for _, layer in planned_modules(opened(task, CheckpointCache())) for one in layer.tensors}
+    found = opened(task, CheckpointCache())
+    planned = {row for module in planned_modules(found) for row in module.rows(found.to)}
     told, made = plan(task), lora_merge.convert(adapter, out, base=base, to=to, overwrite=True)
     stored = open_checkpoint(out).tensors
     assert planned == {(name, info.dtype, info.shape) for name, info in stored.items()}

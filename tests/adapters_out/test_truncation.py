@@ -13,7 +13,7 @@ from lora_merge.adapters_out.delta import apart_from
 from lora_merge.adapters_out.factors import Triples, inverse_of_triangle, of_factors, rounded, squares_of, triangle
 from lora_merge.adapters_out.matrix_svd import of_dense, of_stack, orthonormal
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse
-from lora_merge.adapters_out.rounding import widened
+from lora_merge.adapters_out.values import widened
 from lora_merge.engine.row_matrix import RowMatrix
 from tests.kit.spectra import SPECTRA, example
 

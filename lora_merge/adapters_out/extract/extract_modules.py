@@ -52,7 +52,7 @@ from ..module_tensors import Layer, StoredModule
 from ..peft.completion import as_table
 from ..peft.config import TABLE_NAMES, is_table
 from ..rank_rules import COUNT, EXACT, NOISE, LayerSpectrum, Rule, choose
-from ..rounding import ZERO_TOTALS, Totals, squares_of_rows, totals_of
+from ..values import ZERO_TOTALS, Totals, squares_of_rows, totals_of
 from .pairs import Pair
 
 SIGNIFICANDS: Final[Mapping[str, tuple[int, int]]] = {
@@ -383,7 +383,7 @@ def measured(module: StoredModule, difference: Difference) -> StoredModule:
     known = replace(
         module.layer, noise=difference.share_of_noise, effect=difference.scanned[0].effect, weight=difference.weight
     )
-    return replace(module, layer=known)
+    return module._replace(layer=known)
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ class Extractor:
         each to one layer."""
         head, view = self.head, pair.before or pair.place.view
         if head is not None and (module.layer.rank or pair.fresh) and view.row_slices[0].key == head.info.name:
-            yield replace(module, place=module.place._replace(module=head.head))
+            yield module._replace(place=module.place._replace(module=head.head))
 
     def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[StoredModule | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""

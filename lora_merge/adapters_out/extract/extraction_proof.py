@@ -25,6 +25,7 @@ from ...proof.reference.floats import Array, step
 from ..groups import Target
 from ..job import AdapterJob
 from ..module_tensors import StoredModule
+from ..opening import open_adapters
 from ..output_file import Proof
 from ..parallel import PerThread
 from ..proof import (
@@ -43,7 +44,6 @@ from ..proof import (
     squares_of,
     untouched,
 )
-from ..sources import open_sources
 from .pairs import Pair, Pairs
 
 MATRICES_UNDER_WAY: Final = 6
@@ -73,7 +73,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
     if any(pair.fresh for _, pair in pairs):  # the base cannot store a module that it lacks
         inputs = replace(inputs, unmatched="skip")
     check = replace(job, inputs=inputs, include=(), exclude=())
-    again = open_sources(check, claim.cache)
+    again = open_adapters(check, claim.cache)
     targets, file = {t.key: t for t in again.targets}, again.adapters[0].index
     # Step 2: three computations: of both checkpoints' values, and of the output's changes.
     views = [(pair.place.view, pair.tuned) for _, pair in pairs]

@@ -50,7 +50,7 @@ def separated(
         return []
     shared, sharing, alone = (mine, base_places, tuned_places) if mine else (theirs, tuned_places, base_places)
     assert shared is not None, "one of both is"
-    head, table = _head(shared, alone), next((p for p in sharing if _stored(p) == shared.info.name), None)
+    head, table = _head(shared, alone), next((p for p in sharing if p.key == shared.info.name), None)
     if head is None or table is None:
         return []
     if mine is None:
@@ -60,11 +60,7 @@ def separated(
 
 def _head(pair: TiedPair, places: Iterable[Place]) -> Place | None:
     names = {f"{name}.weight" for name in (pair.head, pair.key) if name}
-    return next((p for p in places if _stored(p) in names), None)
-
-
-def _stored(place: Place) -> str:
-    return place.view.row_slices[0].key
+    return next((p for p in places if p.key in names), None)
 
 
 def enlarged(place: Place, new: WeightView) -> bool:
@@ -153,7 +149,7 @@ def paired(
             continue
         view = separate.tuned if separate else mate.view if mate else None
         if view is None:
-            absent += [] if place.view.row_slices[0].key in twins else [place]
+            absent += [] if place.key in twins else [place]
         elif view.matrix == place.view.matrix and view.shape == place.view.shape:
             pairs += (
                 [separate or Pair(place, view)] if prod(view.shape) else []
@@ -168,11 +164,11 @@ def paired(
         raise _other_models(base, tuned, share=bool(pairs)) or _absent(absent, pairs)
     # Step 3: the parameters that only the tuned checkpoint has.
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
-    extra = [p for p in extra if p.view.row_slices[0].key not in twins]
+    extra = [p for p in extra if p.key not in twins]
     new = added(extra, here) if to.whole else []
     pairs += new
     notes += said_of_new(new)
-    alone = [p.view.row_slices[0].key for p in extra if all(p is not new_pair.place for new_pair in new)]
+    alone = [p.key for p in extra if all(p is not new_pair.place for new_pair in new)]
     if alone and not lenient:
         are = plural(len(alone), "weight is", "weights are")
         raise _other_models(base, tuned, share=bool(pairs)) or FitError(
@@ -214,7 +210,7 @@ def _other_models(
 def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitError | None) -> str:
     """Return the key of a weight that has another shape in the tuned checkpoint; FitError unless these are left out.
     `other`: the error if the checkpoints are of different models."""
-    key = place.view.row_slices[0].key
+    key = place.key
     if not lenient:
         where = f"{key}: {[*place.view.shape]}, in the tuned one {[*view.shape]}"
         fix = _fix(in_folder=enlarged(place, view))
@@ -252,8 +248,7 @@ def _nameless(side: tuple[Index, Names], places: Sequence[Place]) -> Iterator[Pl
 
 def _same_rows(place: Place, tuned: Index, base: Index) -> bool:
     """Return whether the tuned checkpoint has a tensor of the same name and shape."""
-    key = place.view.row_slices[0].key
-    return key in tuned.tensors and tuned.tensors[key].shape == base.tensors[key].shape
+    return place.key in tuned.tensors and tuned.tensors[place.key].shape == base.tensors[place.key].shape
 
 
 def _key(place: Place) -> tuple[str, str, str]:
@@ -261,8 +256,7 @@ def _key(place: Place) -> tuple[str, str, str]:
 
 
 def _taken(place: Place, chosen: ParameterChoice) -> bool:
-    keys = (piece.key for piece in place.view.row_slices)
-    return chosen.takes(place.component, keys, usual=_usual(place))
+    return chosen.takes(place.component, place.keys, usual=_usual(place))
 
 
 def _usual(place: Place) -> bool:
@@ -271,7 +265,7 @@ def _usual(place: Place) -> bool:
 
 def _compared(place: Place, index: Index) -> bool:
     """Return whether a parameter is a weight, and not an index (position ids), an average of weights or a scale."""
-    keys = [piece.key for piece in place.view.row_slices]
+    keys = place.keys
     plain = index.packing_names.isdisjoint(keys) and all(
         k in index.packed or index.tensors[k].dtype.startswith(FLOATING) for k in keys
     )
@@ -288,7 +282,7 @@ def _absent(absent: Sequence[Place], pairs: Sequence[Pair]) -> FitError:
     """Return the error for parameters that only the base has."""
     lost = {p.component for p in absent} - {p.place.component for p in pairs}
     components = sorted({p.place.component for p in pairs})
-    keys = [p.view.row_slices[0].key for p in absent]
+    keys = [p.key for p in absent]
     both = f"choose what both have: `--include {' --include '.join(components)}`"
     fix = both if lost and components else or_leave_out(ITS_BASE, keys)
     are = plural(len(absent), "weight of the base is", "weights of the base are")

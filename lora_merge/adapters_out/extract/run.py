@@ -23,6 +23,7 @@ from ...engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
 from ...engine.torch_state import undisturbed
 from ...errors import AdapterAsBase, FitError, InputError, MergeError, UsageError
 from ...files.checkpoint import Index
+from ...models.architectures import Architecture
 from ...models.names import Names
 from ...models.part_factors import ParameterChoice
 from ...paths import is_folder, names_folder, nearest, output_file, typed, with_ending
@@ -36,8 +37,8 @@ from ..dialects import DIALECTS, Dialect, stated_dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import OutputModule, Place
 from ..job import AUTO, AUTO_FORMAT, FACTORS, FILE, OTHERS, SKIP, AdapterJob, adapter_job, algorithm_in, one_rank
-from ..metadata import PlannedLayer, planned_size
-from ..module_tensors import Layer, StoredModule
+from ..metadata import planned_size
+from ..module_tensors import Layer, PlannedModule, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..output_modules import ModuleGroups, entries_of, prefix_name, stored_modules, weights_of
 from ..peft.completion import completed, with_biases
@@ -60,7 +61,7 @@ class Extraction:
     pairs: Pairs
     to: Dialect
     dtype: torch.dtype
-    model: str = ""  # the stem of the architecture's file; "" where it is unknown
+    architecture: Architecture | None  # of the base, if it is known
 
 
 def make_job(request: Request, cache: CheckpointCache | None = None) -> AdapterJob:
@@ -159,10 +160,10 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
     # Step 3: the rule of each layer.
-    layers = ((p.name, p.place.component, [piece.key for piece in p.place.view.row_slices]) for p in pairs.pairs)
+    layers = ((p.name, p.place.component, p.place.keys) for p in pairs.pairs)
     job = replace(job, rules=job.rules.on(names, layers))
     return Extraction(job, base, tuned, pairs, to, _dtype(job, tuned, pairs.pairs),
-                      names.known.file.stem if names.known else "")  # fmt: skip
+                      names.known)  # fmt: skip
 
 
 def _base(job: AdapterJob) -> Path:
@@ -227,7 +228,7 @@ def run(
         layers = {prefix_name(to, m.place): m.layer for m in modules}
         before, all_places = {"task_type": task_type(extraction.base.config)}, [p.place for p in extraction.pairs.pairs]
         folder_config = config(whole, before, all_places) if to.folder else None
-        outcome = Outcome(job, [extraction.tuned], layers, entries, folder_config, extraction.model)
+        outcome = Outcome(job, [extraction.tuned], layers, entries, folder_config, extraction.architecture)
         notes += (*(unread(e.name for e in entries) if folder_config is None else differing_ranks(folder_config)),)
         facts = _facts(extraction, len(modules), (*extraction.pairs.notes, *notes))
         rows = [(e.name, e.dtype, e.shape) for e in entries]
@@ -366,10 +367,10 @@ def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
     extraction = opened(job, cache or CheckpointCache())
     job, to, dtype = extraction.job, extraction.to, FILE_DTYPES[extraction.dtype]
-    facts, layers = dict[str, dict[str, Any]](), list[PlannedLayer]()
+    facts, modules = dict[str, dict[str, Any]](), list[PlannedModule]()
     for pair in (p for p in extraction.pairs.pairs if not p.place.vector or job.others != SKIP):
         form = _form(extraction, pair)
         facts[prefix_name(to, pair.place)] = form.facts
-        layers.append(planned_difference(pair.place, form, to, dtype))
-    size = planned_size(layers, job.rules.linear)
-    return planned(job, _facts(extraction, len(layers), extraction.pairs.notes), facts, size)
+        modules.append(planned_difference(pair.place, form, to, dtype))
+    size = planned_size(((module.rank, module.rows(to)) for module in modules), job.rules.linear)
+    return planned(job, _facts(extraction, len(modules), extraction.pairs.notes), facts, size)

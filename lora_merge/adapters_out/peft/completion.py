@@ -23,7 +23,7 @@ from ..metadata import factor_shapes
 from ..module_tensors import Layer, StoredModule, waiting
 from ..output_file import Entry
 from .config import BIAS_ENDING, WRAPPED_BIAS, expect_table, magnitude_shape
-from .demands import Demands, by_module, demands, is_pair, new_biases, parameter_of
+from .demands import Demands, by_module, demands, is_pair, new_biases
 
 
 def with_biases(
@@ -35,7 +35,7 @@ def with_biases(
     `all_places`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None if
     the base is not known. UsageError if the base has to be. `put`: what keeps the bytes of a new one.
     """
-    places = new_biases([parameter_of(m) for m in modules], by_module(all_places), to, known=renewed is not None)
+    places = new_biases(modules, by_module(all_places), to, known=renewed is not None)
     new = {id(place): waiting(renewed(place), put) for place in places if renewed}
     factored = {m.place.module for m in modules if m.layer.rank}
     changed = [new.get(id(m.place), m) for m in modules]
@@ -46,8 +46,8 @@ def _in_its_layer(module: StoredModule, factored: set[str]) -> StoredModule:
     """Return a new bias under the name that it has in memory: PEFT wraps layers with factors."""
     if BIAS_ENDING not in module.tensors or module.place.module not in factored:
         return module
-    entry = replace(module.tensors[BIAS_ENDING], name=WRAPPED_BIAS)
-    return replace(module, tensors={WRAPPED_BIAS: entry})
+    entry = module.tensors[BIAS_ENDING]._replace(name=WRAPPED_BIAS)
+    return module._replace(tensors={WRAPPED_BIAS: entry})
 
 
 def _factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype, rank: int = 1) -> StoredModule:
@@ -62,8 +62,8 @@ def at_one_rank(modules: Sequence[StoredModule], asked: Demands, to: Dialect, pu
     the same stack has factors. `put`: what keeps the bytes of an added one."""
     if not asked.rank:
         return list(modules)
-    some = next(m for m in modules if m.layer.rank == asked.rank and is_pair(parameter_of(m), to))
-    fill = (m.place.module in asked.low and is_pair(parameter_of(m), to) for m in modules)
+    some = next(m for m in modules if m.layer.rank == asked.rank and is_pair(m, to))
+    fill = (m.place.module in asked.low and is_pair(m, to) for m in modules)
     modules_at_rank = [
         waiting(_filled(m, to, asked.rank), put) if low else m for m, low in zip(modules, fill, strict=True)
     ]
@@ -115,7 +115,7 @@ def completed(
     bias = to.endings.get("up_bias")
     if bias is None:
         return list(modules)
-    asked = demands([parameter_of(m) for m in modules], by_module(all_places), to, known=value is not None)
+    asked = demands(modules, by_module(all_places), to, known=value is not None)
     dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in modules if bias in m.tensors}
     added = [waiting(_factors_of_zeros(place, to, dtypes[place.module]), put) for place in asked.factors]
     usual = next(iter(dtypes.values()), torch.float32)
@@ -140,4 +140,4 @@ def as_table(module: StoredModule, to: Dialect, *, table: bool) -> StoredModule:
     others = {ending: value for ending, value in module.tensors.items() if ending not in (down, up)}
     turned = {new: entry(new, _tensor(module.tensors[old]).mT)
               for new, old in ((to.endings["table_down"], up), (to.endings["table_up"], down))}  # fmt: skip
-    return replace(module, tensors={**turned, **others})
+    return module._replace(tensors={**turned, **others})

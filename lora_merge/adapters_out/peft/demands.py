@@ -17,7 +17,7 @@ Changed biases of layers, where a dialect stores no changes of them: PEFT has tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 from ...errors import FitError, UsageError
 from ..dialects import Dialect
@@ -26,7 +26,7 @@ from ..job import GIVE_BASE
 from .config import BIAS_ENDING, EXPERT, whole_modules
 
 if TYPE_CHECKING:
-    from ..module_tensors import StoredModule
+    pass
 
 USE_KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT cannot store the change of this bias"
@@ -40,12 +40,16 @@ Places: TypeAlias = Mapping[tuple[str, str], Place]
 """(module, parameter) → its place, of all parameters that are known."""
 
 
-class Parameter(NamedTuple):
-    """One parameter of a folder of PEFT."""
+class Parameter(Protocol):
+    """One parameter of a folder of PEFT, planned or stored."""
 
-    place: Place
-    rank: int
-    endings: frozenset[str]  # of its tensors
+    @property
+    def place(self) -> Place: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def tensors(self) -> Mapping[str, object]:
+        """Its tensors by their endings."""
 
 
 class Demands(NamedTuple):
@@ -60,11 +64,6 @@ class Demands(NamedTuple):
     zeros: list[Place]  # experts that get factors of zeros
 
 
-def parameter_of(module: StoredModule) -> Parameter:
-    """Return the rank of a parameter and the endings of its tensors."""
-    return Parameter(module.place, module.layer.rank, frozenset(module.tensors))
-
-
 def by_module(places: Iterable[Place]) -> Places:
     """Return all parameters by their names."""
     return {(p.module, p.parameter): p for p in places}
@@ -74,16 +73,16 @@ def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, 
     """Return the changed biases that are written as new values, as no factor can hold their changes. `known`: whether
     the base is; UsageError if it has to be."""
     ending = to.endings.get("up_bias")
-    changed = [m.place for m in parameters if ending in m.endings and not m.rank]
+    changed = [m.place for m in parameters if ending in m.tensors and not m.rank]
     if not changed:
         return []
     if not to.folder:
-        if any(to.endings["magnitude"] in m.endings for m in parameters):
+        if any(to.endings["magnitude"] in m.tensors for m in parameters):
             raise FitError(f"{to.name} cannot store biases together with DoRA", changed[0].label, USE_KOHYA)
         return []
     factored = {m.place.module for m in parameters if m.rank}
-    whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
-    values = any(BIAS_ENDING in m.endings and m.place.module not in whole for m in parameters)
+    whole = whole_modules(((m.place, m.tensors) for m in parameters), places.values())
+    values = any(BIAS_ENDING in m.tensors and m.place.module not in whole for m in parameters)
     biased = not known or all((name, "bias") in places for name in factored)
     if biased and not values and not _refuses(parameters, changed, factored):
         return []
@@ -94,7 +93,7 @@ def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, 
 
 def _refuses(parameters: Sequence[Parameter], changed: Sequence[Place], factored: set[str]) -> bool:
     """Return whether PEFT has no biases of factors with these modules."""
-    endings = {ending for m in parameters for ending in m.endings}
+    endings = {ending for m in parameters for ending in m.tensors}
     others = any("magnitude" in e or "embedding" in e or e.startswith((".hada", ".lokr")) for e in endings)
     return others or any(EXPERT.search(n) for n in factored) or not {p.module for p in changed} <= factored
 
@@ -108,10 +107,10 @@ def demands(parameters: Sequence[Parameter], places: Places, to: Dialect, *, kno
     if bias is None:
         return Demands([], [], [], [], 0, frozenset(), [])
     factored = {m.place.module for m in parameters if m.rank}
-    biased = {m.place.module for m in parameters if bias in m.endings}
-    whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
+    biased = {m.place.module for m in parameters if bias in m.tensors}
+    whole = whole_modules(((m.place, m.tensors) for m in parameters), places.values())
     _check(factored, whole, to)
-    whole_parameters = {(m.place.module, m.place.parameter) for m in parameters if f".{m.place.parameter}" in m.endings}
+    whole_parameters = {(m.place.module, m.place.parameter) for m in parameters if f".{m.place.parameter}" in m.tensors}
     return Demands(
         _without_factors(parameters, places, to),
         [
@@ -137,7 +136,7 @@ def _without_factors(parameters: Sequence[Parameter], places: Places, to: Dialec
     """Return the layers whose bias alone changes: without factors it has no place in a file of diffusers."""
     ending, missing = to.endings.get("up_bias"), []
     factored = {m.place.module for m in parameters if m.rank}
-    for module in (m.place.module for m in parameters if ending in m.endings and m.place.module not in factored):
+    for module in (m.place.module for m in parameters if ending in m.tensors and m.place.module not in factored):
         place = places.get((module, "weight"))
         if place is None or len(place.view.shape) < 2:
             raise FitError(f"{to.name} has a place for the bias of a layer only together with factors of its weight",
@@ -150,9 +149,9 @@ def _without_factors(parameters: Sequence[Parameter], places: Places, to: Dialec
 def _without_dora(parameters: Sequence[Parameter], to: Dialect, *, known: bool) -> list[Place]:
     """Return the layers with factors and without magnitudes, where others have them."""
     ending = to.endings.get("magnitude", "")
-    if not any(ending in m.endings for m in parameters):
+    if not any(ending in m.tensors for m in parameters):
         return []
-    lacking = [m.place for m in parameters if m.rank and ending not in m.endings]
+    lacking = [m.place for m in parameters if m.rank and ending not in m.tensors]
     if lacking and not known:
         raise UsageError(NEEDS_BASE_FOR_DORA, lacking[0].label, GIVE_BASE)
     return lacking
@@ -180,7 +179,7 @@ def _of_one_rank(
 
 def is_pair(parameter: Parameter, to: Dialect) -> bool:
     """Return whether a module is stored as the factors of LoRA."""
-    return parameter.place.parameter == "weight" and {to.endings["up"], to.endings["down"]} <= parameter.endings
+    return parameter.place.parameter == "weight" and {to.endings["up"], to.endings["down"]} <= parameter.tensors.keys()
 
 
 def _leaf(module: str) -> str:

@@ -1,5 +1,5 @@
-"""Values of files in fp32, and back in 16 bits, by numpy; and the effect of a change: its largest value, and the
-share of values that are not zero. No torch.
+"""Values of tensors: as files store them, in fp32 and back in 16 bits, by numpy; the effect of a change: its largest
+value, and the share of values that are not zero. No torch.
 """
 
 from __future__ import annotations
