@@ -116,9 +116,13 @@ def whole_place(module: str, parameter: str, view: WeightView, uses: Sequence[Pa
     return Place("", module, parameter, view, norm=of_norm(uses))
 
 
+NORM_ENDINGS: Final = (".w_norm", ".b_norm")
+"""Endings of the changes of norms in files of LyCORIS and kohya's scripts."""
+
+
 def of_norm(uses: Iterable[PatchPart]) -> bool:
-    """Return whether an adapter has a weight under an ending of norms, such as .w_norm."""
-    return any(info.name.endswith("_norm") for use in uses for info in use.patch.module.slots.values())
+    """Return whether an adapter has a weight under an ending of norms."""
+    return any(info.name.endswith(NORM_ENDINGS) for use in uses for info in use.patch.module.slots.values())
 
 
 def meets(runs: Runs, piece: RowSlice) -> bool:
@@ -139,9 +143,8 @@ def is_stored_pair(patch: Patch) -> bool:
 
 def has_factors(patch: Patch) -> bool:
     """Return whether a change is that of two stored factors alone."""
-    if not is_stored_pair(patch) or patch.magnitude is not None or patch.reads_base:
-        return False
-    return all(patch.module.slots[slot].dtype in FLOATS for slot in ("up", "down"))
+    slots = patch.module.slots
+    return is_stored_pair(patch) and not patch.reads_base and {slots["up"].dtype, slots["down"].dtype} <= FLOATS
 
 
 def ranks_of(uses: Iterable[PatchPart]) -> list[int | None]:
@@ -159,21 +162,11 @@ def rank_of_change(patch: Patch) -> int | None:
     return rank if is_plain(patch) or rank <= min(patch.view.matrix) else None
 
 
-HEAD_PREFIX: Final = "lm_head."
-"""The head of a language model, which a base without a level above its layers may have too."""
-
 OF_MODULES: Final = ("weight", "bias")
 """Parameters that belong to a module; others are named like one, such as the stacked weights of experts."""
 
 PAIR: Final = frozenset({"up", "down"})
 """The tensors of a product of two factors."""
-
-V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
-"""In keys of a base: layers of one expert of Mixtral. PEFT knows them by the names of transformers 4 alone.
-
-Source: _MOE_TARGET_MODULE_MAPPING in peft/utils/transformers_weight_conversion.py."""
-V4_LAYERS: Final = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-V4_WORDS: Final = re.compile("|".join(rf"(?<=\.){word}(?=\.)" for word in V4_LAYERS))
 
 
 def _count(runs: Runs) -> int:
@@ -251,6 +244,17 @@ class OutputModule(NamedTuple):
         """Whether it is one weight, as that is stored."""
         (part, *others) = self.parts
         return not (others or part.turned or part.runs)
+
+
+HEAD_PREFIX: Final = "lm_head."
+"""The head of a language model, which a base without a level above its layers may have too."""
+
+V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
+"""In keys of a base: layers of one expert of Mixtral. PEFT knows them by the names of transformers 4 alone.
+
+Source: _MOE_TARGET_MODULE_MAPPING in peft/utils/transformers_weight_conversion.py."""
+V4_LAYERS: Final = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+V4_WORDS: Final = re.compile("|".join(rf"(?<=\.){word}(?=\.)" for word in V4_LAYERS))
 
 
 def places(names: Names, dialect: Dialect) -> Iterator[Place]:

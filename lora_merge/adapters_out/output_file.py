@@ -41,9 +41,6 @@ PAIRS: Final = (
 CHANGES: Final = (".diff", ".diff_b")
 """Endings of the change of a weight, and of a bias."""
 
-NORM_ENDINGS: Final = (".w_norm", ".b_norm")
-"""Endings of the changes of norms in files of LyCORIS and kohya's scripts."""
-
 COMFY: Final = ("diffusion_model.", "text_encoders.")
 """Beginnings of names that ComfyUI alone reads."""
 

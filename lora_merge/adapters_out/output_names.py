@@ -29,7 +29,7 @@ from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import OutputModule, Place, Target, meets, modules_at, of_norm, places, whole_place
 from .job import FACTORS, WHOLE, AdapterJob
-from .output_file import NORM_ENDINGS, PAIRS
+from .output_file import PAIRS
 
 
 class OutputNames(NamedTuple):
@@ -164,9 +164,8 @@ def input_places(targets: Sequence[Target], names: Names, to: Dialect) -> Iterat
             module, view = use.patch.module, use.patch.view
             if (module.name, module.parameter) not in labels:
                 labels.add((module.name, module.parameter))
-                norm = any(info.name.endswith(NORM_ENDINGS) for info in module.slots.values())
-                part = names.component(target.key)
-                yield Place(prefix, module.name.removeprefix(prefix), module.parameter, view, part, norm)
+                name, part = module.name.removeprefix(prefix), names.component(target.key)
+                yield Place(prefix, name, module.parameter, view, part, of_norm([use]))
         for _, info, _ in target.values:
             name, parameter = split_parameter(info.name.removeprefix(prefix))
             view = whole(target.key, target.shape)

@@ -16,7 +16,7 @@ from ..adapters_out.delta import combine as combined
 from ..adapters_out.delta import spectrum
 from ..adapters_out.dialects import stated_dialect
 from ..adapters_out.factors import decomposing
-from ..adapters_out.groups import layers_of_weights
+from ..adapters_out.groups import OutputModule, layers_of_weights
 from ..adapters_out.input_adapters import InputAdapters
 from ..adapters_out.opening import body_of, joined, open_adapters
 from ..adapters_out.rank_rules import EXACT, Rule
@@ -140,7 +140,7 @@ class Changes(AdapterValue):
             self._opened[base] = open_adapters(job)
         inputs = self._opened[base]
         body, modules = body_of(str(name)), layers_of_weights(inputs.targets)
-        modules = [m for m in modules if name == m.place.label or body_of(m.place.module) == body]
+        modules = [m for m in modules if name == m.place.label or body_of(_without_parameter(m)) == body]
         modules.sort(key=lambda module: module.place.label != name)  # a module's weight, before a bias of it
         if not modules:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
@@ -153,6 +153,11 @@ class Changes(AdapterValue):
             combined_change = combined(job, part.target, changes, [""] * len(self.terms)).of(part)
             with decomposing(place.name):
                 return [float(s) for s in spectrum(combined_change, EVERYTHING, 0.0).values]
+
+
+def _without_parameter(module: OutputModule) -> str:
+    """Return the name of a module, also of stacked experts, whose parameters are named like modules."""
+    return module.place.module.removesuffix(f".{module.place.key.rpartition('.')[2]}")
 
 
 class OpenAdapter(LoadedAdapter, Changes):
