@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters.modules import group
-from lora_merge.adapters_out import averaged_tensors, change, pipeline
+from lora_merge.adapters_out import averaged_tensors, pipeline
 from lora_merge.adapters_out.dialects import Dialect
 from lora_merge.adapters_out.extract import run as extract_run
 from lora_merge.adapters_out.extract.extract_modules import Side
@@ -24,6 +24,7 @@ from lora_merge.adapters_out.proof import _change_of as change_of
 from lora_merge.algorithms import loha
 from lora_merge.algorithms.base import AlphaOverRank
 from lora_merge.disk.reader import Reader
+from lora_merge.engine import module_change
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.weights import RowSlice, whole
 from tests.kit.command_line import run
@@ -53,8 +54,8 @@ def product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def magnitude(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = change.change
-    monkeypatch.setattr(change, "change", lambda *args: 2 * right(*args))
+    right = module_change.change
+    monkeypatch.setattr(module_change, "change", lambda *args: 2 * right(*args))
 
 
 def scale(monkeypatch: pytest.MonkeyPatch) -> None:
