@@ -142,6 +142,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_a.weight", "down", LORA_ROWS),
     Suffix(".lora.A.weight", "down", LORA_ROWS),  # minimind, model/model_lora.py
     Suffix(".lora.B.weight", "up", LORA_ROWS),
+    # A [in, rank] and B [rank, out], in place of [rank, in] and [out, rank]
     Suffix(".A", "down", ("lora_transposed",)),  # mlx-vlm, mlx_vlm/trainer/lora.py (LoRaLayer)
     Suffix(".B", "up", ("lora_transposed",)),
     Suffix(".lora.B", "up", ("lora_transposed",)),  # LLMs-from-scratch

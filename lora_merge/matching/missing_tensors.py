@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -35,8 +35,6 @@ UNGATHERED: Final = (
 )
 """The advice for tensors of shape [0]."""
 
-LONGEST_END: Final = 40  # characters: the end of a key that is compared with SUFFIXES
-STEM: Final = "module"  # any path of a module, in front of an ending that is looked up
 AGREEING: Final = 2  # so many other modules must have the tensor that one module lacks
 
 
@@ -70,12 +68,26 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
 
 
 def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
-    """Return the text that follows a module's name in the keys of this slot; the slot's name if no key shows it."""
+    """Return the end of the keys of this slot, after what they share with their module's name; the slot's name if no
+    key shows it."""
     for m in modules:
         info = m.slots.get(slot) or m.shared.get(slot)
-        if info is not None and info.name.startswith(f"{m.name}."):
-            return info.name.removeprefix(f"{m.name}.")
+        if info is not None and _is_key_of(info.name, m):
+            return _end(info.name, m)
     return slot
+
+
+def _is_key_of(key: str, m: Module) -> bool:
+    """Return whether a tensor is the module's own; others are shared with it."""
+    parts = split(key)
+    return key.startswith(f"{m.name}.") or (parts is not None and parts[0] == m.name)
+
+
+def _end(key: str, m: Module) -> str:
+    """Return a key without the levels that it shares with its module's name."""
+    levels = key.split(".")
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(levels[:-1], m.name.split("."), strict=False))
+    return ".".join(levels[len([*shared]) :])
 
 
 def _compared_slots(m: Module) -> frozenset[str]:
@@ -107,21 +119,21 @@ def lacks(module: Module) -> str:
     """Return the sentence on the slots that the module lacks for the closest row of ALGORITHMS."""
     known = [ALGORITHMS[a] for a in module.algorithms]
     missing = sorted(([s for s, must in row.slots.items() if must and s not in module.slots] for row in known), key=len)
-    ends = {slot: _end_of_key(slot, [module]) for slot in sorted(module.slots)}
-    have = ", ".join(ends.values()) or "alpha"
+    ends = [_end_of_key(slot, [module]) for slot in sorted(module.slots)]
+    have = ", ".join(ends) or "alpha"
     fewest = next((slots for slots in missing if slots), None)
     if fewest is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    end = next(iter(ends.values()), "")[-LONGEST_END:]
-    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, end) for slot in fewest)}"
+    key = next((module.slots[slot].name for slot in sorted(module.slots)), "")
+    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, key, module) for slot in fewest)}"
 
 
-def _in_spelling(slot: str, end: str) -> str:
+def _in_spelling(slot: str, key: str, module: Module) -> str:
     """Return the end of a key of this slot in the spelling of a key of the file: lora_A.weight for lora_B.weight.
 
     The rows of one spelling are next to each other in SUFFIXES.
     """
-    known = split(f"{STEM}.{end}")
+    known = split(key)
     here = SUFFIXES.index(known[1]) if known else 0
     parts = SUFFIXES[here].ending.split(".")
 
@@ -129,5 +141,11 @@ def _in_spelling(slot: str, end: str) -> str:
         other = SUFFIXES[index].ending.split(".")
         return sum(first != second for first, second in zip_longest(parts, other)), abs(index - here)
 
-    rows = [index for index, row in enumerate(SUFFIXES) if row.slot == slot]
-    return SUFFIXES[min(rows, key=distance)].ending.removeprefix(".") if rows else slot
+    rows = sorted((index for index, row in enumerate(SUFFIXES) if row.slot == slot), key=distance)
+    if not rows:
+        return slot
+    # An adapter's name, and what a rewritten key has around the ending, stay as in the key.
+    nearest = SUFFIXES[rows[0]]
+    for old, new in zip(parts, nearest.ending.split("."), strict=False):
+        key = key if old == new else f".{new}".join(key.rsplit(f".{old}", 1))
+    return _end(key, module) if known and split(key) == (known[0], nearest) else nearest.ending.removeprefix(".")

@@ -87,7 +87,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "kind": "adapter", "algorithms": kinds, **({"dora": dora} if dora else {}),
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
-        "trainer": trainer(index), "names": dialect(file.modules),
+        "trainer": trainer(index), "names": prefixes(file.modules),
         **model_facts(file),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file, ranks, alpha),
@@ -251,8 +251,8 @@ def _configured(file: AdapterFile, ranks: Mapping[str, int]) -> dict[str, tuple[
         return {}
 
 
-def dialect(modules: Sequence[Module]) -> list[str]:
+def prefixes(modules: Sequence[Module]) -> list[str]:
     """Return the prefixes of module names, the most frequent first."""
-    prefixes = sorted((p for p, _ in PREFIXES), key=len, reverse=True)
-    counts = Counter(next((p for p in prefixes if m.name.startswith(p)), "(none)") for m in modules)
+    known = sorted((p for p, _ in PREFIXES), key=len, reverse=True)
+    counts = Counter(next((p for p in known if m.name.startswith(p)), "(none)") for m in modules)
     return [prefix for prefix, _ in counts.most_common()]

@@ -23,6 +23,7 @@ PAIRS = {  # the ends of one module's keys, with their shapes
     "SimpleTuner": {"lora_linear_layer.up.weight": (8, 2), "lora_linear_layer.down.weight": (2, 6)},
     "torchtune": {"lora_b.weight": (8, 2), "lora_a.weight": (2, 6)},
     "mlx-lm": {"lora_b": (2, 8), "lora_a": (6, 2)},
+    "PEFT with a name": {"lora_B.style.weight": (8, 2), "lora_A.style.weight": (2, 6)},
     "LoHa": {"hada_w1_a": (8, 2), "hada_w1_b": (2, 6), "hada_w2_a": (8, 2), "hada_w2_b": (2, 6)},
 }
 
@@ -39,6 +40,23 @@ def test_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str, 
     with pytest.raises(lora_merge.MergeError, match=f"{re.escape(names[0])} has .*no {re.escape(gone)}") as caught:
         lora_merge.merge(base, [adapter], tmp_path / "merged.safetensors")
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("others", [0, 3])
+@pytest.mark.parametrize(("there", "gone"), [("up", "down"), ("down", "up")])
+def test_missing_tensor_is_named_in_a_spelling_whose_path_is_none_of_the_base(
+    there: str, gone: str, others: int, tmp_path: Path
+) -> None:
+    """XLabs' names have `processor` in place of the layer."""
+    layers = range(1 + others)
+    base = save({f"double_blocks.{i}.img_attn.qkv.weight": rand(8, 6) for i in layers}, tmp_path / "base.safetensors")
+    key, shapes = "double_blocks.{}.processor.qkv_lora1.{}.weight", {"up": (8, 2), "down": (2, 6)}
+    tensors = {key.format(i, end): rand(*shape) for i in layers for end, shape in shapes.items()}
+    del tensors[key.format(0, gone)]
+    has, lacks = (f"processor.qkv_lora1.{end}.weight" for end in (there, gone))
+    text = f"img_attn.qkv has {has} but no {lacks}" if not others else f"img_attn.qkv has .*no {lacks}"
+    with pytest.raises(InputError, match=text):
+        lora_merge.merge(base, [save(tensors, tmp_path / "adapter.safetensors")], tmp_path / "merged.safetensors")
 
 
 @pytest.mark.parametrize("end", ["scale", "alpha_scale"])
