@@ -124,7 +124,7 @@ class Example(NamedTuple):
         return Checkpoint(in_memory(named), self.metadata, self.config)
 
     def weight(self) -> Weight:
-        (claim,) = (claim for claims_of in FORMATS for claim in claims_of(self.checkpoint()))
+        (claim,) = (claim for claims_of in FORMATS for claim in claims_of(self.checkpoint()) if claim is not None)
         return weight(claim.weight.shape, claim.packing)
 
 

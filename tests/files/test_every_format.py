@@ -55,10 +55,10 @@ def numbers(count: int) -> Iterator[tuple[str, Tensor]]:
 
 
 @cache
-def claiming(name: str) -> Callable[[Checkpoint], Iterable[WeightClaim]]:
+def claiming(name: str) -> Callable[[Checkpoint], Iterable[WeightClaim | None]]:
     """The format that reads the example of a row."""
     checkpoint = EXAMPLES[name]((32, 64)).checkpoint()
-    (claim,) = (claim for claim in FORMATS if [*claim(checkpoint)])
+    (claim,) = (claim for claim in FORMATS if any(claim(checkpoint)))
     return claim
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from ...dtypes import StoredTensor
+from ...dtypes import Shape, StoredTensor
 from .base import (
     ALL_ZEROS,
     CODES,
@@ -244,6 +244,11 @@ class Fp4Tensors(NamedTuple):
     fp8_scales: bool = False  # also without a scale of the whole weight
     pre: StoredTensor | None = None  # factors of the inputs
 
+    @property
+    def shape(self) -> Shape:
+        """The shape of the weight, of which a byte holds two codes."""
+        return (*self.codes.shape[:-1], *(2 * n for n in self.codes.shape[-1:]))
+
 
 def fp4(
     of: Fp4Tensors,
@@ -264,7 +269,7 @@ def fp4(
     if of.whole is not None and (of.whole.dtype != "F32" or prod(of.whole.shape) != 1):
         return None
     # The scales must be as many as the shape of the codes asks for.
-    cols, lead = codes.shape[-1] * 2, codes.shape[:-1]
+    *lead, cols = of.shape
     across, tiles = cols // size, TILE * -(-cols // size // 4) * 4
     scales = prod(lead[:-1]) * -(-lead[-1] // TILE) * tiles if swizzled else prod(lead) * across
     if cols % size or prod(scale.shape) != scales or (swizzled and len(lead) > 1 and lead[-1] % TILE):

@@ -268,10 +268,11 @@ class SharedByteInts(Encoding):
 
 
 def shared_byte_ints(
-    codes: StoredTensor, scale: StoredTensor, zero: StoredTensor, group: int, **settings: Any
+    codes: StoredTensor, scale: StoredTensor, zero: StoredTensor, marks: frozenset[str], *, group: int, **settings: Any
 ) -> Packing | None:
     """Return how a weight of such codes is stored, `group` values in a row; None for scales of another dtype."""
     if scale.dtype not in SCALE_DTYPES or zero.dtype not in SCALE_DTYPES:
         return None
     encoding = SharedByteInts.shared((1, 0), group, scales=scale.dtype, zeros=zero.dtype, **settings)
-    return Packing(encoding, codes, {CODES: WeightPart(codes), SCALE: WeightPart(scale), ZERO: WeightPart(zero)})
+    parts = {role: WeightPart(info) for role, info in ((CODES, codes), (SCALE, scale), (ZERO, zero))}
+    return Packing(encoding, codes, parts, marks)

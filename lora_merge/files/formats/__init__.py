@@ -26,12 +26,12 @@ from . import (
 from .base import Checkpoint, WeightClaim
 from .quantization_config import section
 
-FORMATS: Final[tuple[Callable[[Checkpoint], Iterable[WeightClaim]], ...]] = (
+FORMATS: Final[tuple[Callable[[Checkpoint], Iterable[WeightClaim | None]], ...]] = (
     comfyui.claim, transformers_fp8.claim, modelopt.claim, gpt_oss.claim, compressed_tensors.claim, bitsandbytes.claim,
     gptq.claim, aqlm.claim, mlx.claim, torchao.claim, quanto.claim, hqq.claim, sdnq.claim, musubi.claim, fnuz.claim,
 )  # fmt: skip
-"""Functions that yield the weights that a format reads; the first claim of a weight counts. All other tensors are
-plain values."""
+"""Functions that yield the weights that a format reads, and None; the first claim of a weight counts. All other tensors
+are plain values."""
 
 
 def recognised(
@@ -46,7 +46,7 @@ def recognised(
     claims: dict[str, WeightClaim] = {}  # name of the codes → claim
     names: set[str] = set()
     for read in FORMATS:
-        for claim in read(checkpoint):
+        for claim in filter(None, read(checkpoint)):
             codes, name = claim.packing.codes, claim.weight.name
             if codes is not None and name not in names and (name == codes.name or name not in tensors):
                 claims.setdefault(codes.name, claim)

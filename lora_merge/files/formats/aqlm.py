@@ -19,7 +19,7 @@ BOOKS: Final = 1 << 24
 """Values of all codebooks of a weight; released models have at most half a million."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of AQLM whose entries are values of one row."""
     for stem in checkpoint.stems("codebooks") if checkpoint.config.get("quant_method") == "aqlm" else ():
         codes, scale = checkpoint.get(stem, "codes"), checkpoint.get(stem, "scales")
@@ -38,4 +38,4 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
                                wide=codes.dtype == "I16", float_dtype=book.dtype, scales=scale.dtype,
                                label="AQLM")  # fmt: skip
         parts = {BOOK: WeightPart(book), SCALE: WeightPart(scale, cols, ITEM_BYTES[scale.dtype])}
-        yield claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))
+        yield claimed(codes, Packing(encoding, codes, parts), f"{stem}.weight", (rows, cols))

@@ -1,8 +1,8 @@
 """What a format sees of a checkpoint, the weights that it claims, and the new tensors that it writes.
 
-A format reads by a function `claim`: Checkpoint → the weights that it knows. It writes by functions from a tensor of
-plain values to a `NewWeight`. The bytes of new tensors are zeros, or constants; a merge writes codes and scales over
-them.
+A format reads by a function `claim`: Checkpoint → the weights that it knows, None for one that it does not read. It
+writes by functions from a tensor of plain values to a `NewWeight`. The bytes of new tensors are zeros, or constants; a
+merge writes codes and scales over them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,14 @@ class Checkpoint:
         return names
 
 
-def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> WeightClaim:
-    """Return the claim of a weight of this name and shape."""
+def claimed(
+    codes: StoredTensor, packing: Packing | None, name: str = "", shape: Shape | None = None
+) -> WeightClaim | None:
+    """Return the claim of a weight, of another name and shape than its codes if these are given; None without a
+    packing."""
+    if packing is None:
+        return None
+    name, shape = name or codes.name, codes.shape if shape is None else shape
     stored = codes.stored if name == codes.name else ""
     return WeightClaim(
         StoredTensor(name, codes.dtype, shape, codes.source, codes.offset, codes.nbytes, stored), packing
@@ -141,6 +147,14 @@ _ZEROS: Final = _Zeros()
 def _zeros(file: Path, nbytes: int) -> Memory:
     """Return a source for zeros; one object for equal ones."""
     return Memory(file, partial(_ZEROS.content, nbytes))
+
+
+def new_weight(packing: Packing | None, *marks: StoredTensor) -> NewWeight | None:
+    """Return a weight in its new form, with these marks next to it; None without a packing."""
+    if packing is None:
+        return None
+    parts = (part.info for part in packing.parts.values())
+    return NewWeight(packing._replace(marks=frozenset(mark.name for mark in marks)), (*parts, *marks))
 
 
 def codes_of(weight: StoredTensor, dtype: str, shape: Shape) -> StoredTensor:

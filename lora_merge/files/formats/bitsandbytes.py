@@ -16,7 +16,18 @@ from ...dtypes import DTYPE_ROWS, StoredTensor
 from ..encodings.base import Packing, WeightPart
 from ..encodings.scaled_codes import ScaledTensors, scaled
 from ..encodings.table import ABSMAX, MAP, NESTED, NESTED_MAP, TableCodes
-from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_note, new_tensor, positive, read_note
+from .base import (
+    Checkpoint,
+    NewWeight,
+    WeightClaim,
+    claimed,
+    codes_of,
+    new_note,
+    new_tensor,
+    new_weight,
+    positive,
+    read_note,
+)
 
 STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 ROLES: Final = {"absmax": ABSMAX, "quant_map": MAP, "nested_absmax": NESTED, "nested_quant_map": NESTED_MAP}
@@ -31,13 +42,11 @@ NF4: Final = (
 FLAT: Final = 64  # values with one scale, of nf4
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield every weight of bitsandbytes."""
     for state in STATES:
         for name in checkpoint.stems(state):
-            weight = _four_bits(checkpoint, name, f"{name}.{state}")
-            if weight is not None:
-                yield weight
+            yield _four_bits(checkpoint, name, f"{name}.{state}")
     for stem in checkpoint.stems("SCB"):
         codes, form = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_format")
         scale = checkpoint.tensors[f"{stem}.SCB"]
@@ -46,8 +55,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         if form is not None and (form.nbytes != 1 or read_bytes(form) != b"\0"):
             continue  # an old order of the values, for one kind of device
         of = ScaledTensors(codes, scale, "bitsandbytes int8", checkpoint.present(stem, "weight_format"))
-        if packing := scaled(of, factor=1 / 127, ends=(-127, 127)):
-            yield claimed(codes, codes.name, codes.shape, packing)
+        yield claimed(codes, scaled(of, factor=1 / 127, ends=(-127, 127)))
 
 
 def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> WeightClaim | None:
@@ -76,8 +84,8 @@ def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> WeightClaim | No
     parts = {ROLES[last]: WeightPart(info, *units.get(last, (0, 0))) for last, info in tensors.items()}
     label = f"bitsandbytes {state.get('quant_type', '4-bit')}"
     encoding = TableCodes.shared((2, 1), size * (nested or 1), size=size, nested=nested, offset=offset, label=label)
-    weight = claimed(codes, name, tuple(shape), Packing(encoding, codes, parts, frozenset({mark})))
-    return weight._replace(weight=replace(weight.weight, dtype="U8"))  # the codes may be stored as another dtype
+    packing = Packing(encoding, codes, parts, frozenset({mark}))
+    return claimed(replace(codes, dtype="U8"), packing, name, tuple(shape))  # they may be stored as another dtype
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:
@@ -90,9 +98,8 @@ def new_int8(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as int8 with a scale for each row, 127 times as large."""
     scale = new_tensor(weight, "SCB", "F32", weight.shape[:1])
     form = new_tensor(weight, "weight_format", "U8", (), b"\0")
-    of = ScaledTensors(codes_of(weight, "I8", weight.shape), scale, "bitsandbytes int8", frozenset({form.name}))
-    packing = scaled(of, new_scales=True, factor=1 / 127, ends=(-127, 127))
-    return NewWeight(packing, (scale, form)) if packing else None
+    of = ScaledTensors(codes_of(weight, "I8", weight.shape), scale, "bitsandbytes int8")
+    return new_weight(scaled(of, new_scales=True, factor=1 / 127, ends=(-127, 127)), form)
 
 
 def new_nf4(weight: StoredTensor) -> NewWeight | None:
@@ -108,7 +115,7 @@ def new_nf4(weight: StoredTensor) -> NewWeight | None:
     parts = {ABSMAX: WeightPart(absmax, FLAT, 4), MAP: WeightPart(table)}
     codes = codes_of(weight, "U8", (total // 2, 1))
     encoding = TableCodes.shared((2, 1), FLAT, size=FLAT, label="bitsandbytes nf4", new_scales=True)
-    return NewWeight(Packing(encoding, codes, parts, frozenset({note.name})), (absmax, table, note))
+    return new_weight(Packing(encoding, codes, parts), note)
 
 
 def section(unquantised: Sequence[str], *, bits: int) -> Mapping[str, Any]:

@@ -22,7 +22,18 @@ from ..encodings.expert_stack import one_of, stacked
 from ..encodings.fp4 import WHOLE_SCALE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled_codes import E8M0, SCALE, TILE, ZERO, ScaledTensors, scaled
-from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_note, new_tensor, positive, read_note
+from .base import (
+    Checkpoint,
+    NewWeight,
+    WeightClaim,
+    claimed,
+    codes_of,
+    new_note,
+    new_tensor,
+    new_weight,
+    positive,
+    read_note,
+)
 
 LAYERS_ENTRY: Final = "_quantization_metadata"
 """Entry of the metadata with the JSON of all layers."""
@@ -69,13 +80,12 @@ class LayerNote(NamedTuple):
         return size if isinstance(size, int) and size in ROTATION_SIZES else 0
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield every weight of ComfyUI's files that is read."""
     yield from _old_style(checkpoint)
     for stem, layer in _layers(checkpoint):
-        read = READERS.get(layer.form)
-        if read is not None and (weight := read(checkpoint, stem, layer)) is not None:
-            yield weight
+        if layer.form in READERS:
+            yield READERS[layer.form](checkpoint, stem, layer)
 
 
 def _layers(checkpoint: Checkpoint) -> Iterator[tuple[str, LayerNote]]:
@@ -100,7 +110,7 @@ def _layers(checkpoint: Checkpoint) -> Iterator[tuple[str, LayerNote]]:
             yield (name if f"{name}.weight" in checkpoint.tensors else PREFIX + name), LayerNote(form, options)
 
 
-def _rows_of(checkpoint: Checkpoint, stem: str, layer: LayerNote, stored: tuple[int, int], unit: int) -> int:
+def _rows_of(checkpoint: Checkpoint, stem: str, layer: LayerNote, stored: Shape, unit: int) -> int:
     """Return the rows of a weight of which (rows, columns) are stored, the rows filled up to a multiple of `unit`.
 
     They follow from the bias, or from the shape in the JSON; 0 if that has other columns.
@@ -114,7 +124,7 @@ def _rows_of(checkpoint: Checkpoint, stem: str, layer: LayerNote, stored: tuple[
     return rows if rows > 0 and -(-rows // unit) * unit == stored[0] else stored[0]
 
 
-def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights next to scales of the old style, under the prefix of a mark."""
     names = checkpoint.tensors
     marks = [name.removesuffix("scaled_fp8") for name in names if name.rpartition(".")[2] == "scaled_fp8"]
@@ -124,8 +134,7 @@ def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         if mark is None or weight is None or weight.dtype == "I8":
             continue
         others = checkpoint.present(stem, "scale_input") | {f"{mark}scaled_fp8"}
-        if packing := scaled(ScaledTensors(weight, scale, FP8_SCALED, others)):
-            yield claimed(weight, weight.name, weight.shape, packing)
+        yield claimed(weight, scaled(ScaledTensors(weight, scale, FP8_SCALED, others)))
 
 
 def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
@@ -145,12 +154,10 @@ def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClai
     if (of.kind == E8M0) != mx:
         return None
     packing = scaled(of, **settings) or (_mxfp8_bank(of) if mx else None)
-    if packing is None:
-        return None
-    rows, *cols = weight.shape
-    if mx and len(cols) == 1:
-        rows = _rows_of(checkpoint, stem, layer, (rows, cols[0]), MXFP8_ROWS)
-    return claimed(weight, weight.name, (rows, *cols), packing) if rows else None
+    shape = weight.shape
+    if mx and len(shape) == 2:
+        shape = _rows_of(checkpoint, stem, layer, shape, MXFP8_ROWS), shape[1]
+    return claimed(weight, packing, shape=shape) if shape[0] else None
 
 
 def _mxfp8_bank(of: ScaledTensors) -> Packing | None:
@@ -175,7 +182,7 @@ def _rotated_rows(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> Weight
         (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size, label=FOUR_BITS
     )
     packing = Packing(encoding, codes, {SCALE: WeightPart(scale, cols, 4)}, checkpoint.present(stem, *MARKS))
-    return claimed(codes, codes.name, (rows, cols), packing)
+    return claimed(codes, packing, shape=(rows, cols))
 
 
 def _nvfp4(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
@@ -185,12 +192,10 @@ def _nvfp4(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim |
     if layer.rotated or codes is None or scale is None or whole is None:
         return None
     of = Fp4Tensors(codes, scale, "nvfp4", whole, checkpoint.present(stem, *MARKS), pre=pre)
-    packing = fp4(of, high_first=True, swizzled=True) or _nvfp4_bank(of)
-    if packing is None:
-        return None
-    *lead, rows, half = codes.shape
-    rows = rows if lead else _rows_of(checkpoint, stem, layer, (rows, half * 2), NVFP4_ROWS)
-    return claimed(codes, codes.name, (*lead, rows, half * 2), packing) if rows else None
+    packing, shape = fp4(of, high_first=True, swizzled=True) or _nvfp4_bank(of), of.shape
+    if len(shape) == 2:
+        shape = _rows_of(checkpoint, stem, layer, shape, NVFP4_ROWS), shape[1]
+    return claimed(codes, packing, shape=shape) if shape and shape[0] else None
 
 
 def _nvfp4_bank(of: Fp4Tensors) -> Packing | None:
@@ -228,7 +233,7 @@ def _grouped(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
     parts = {SCALE: WeightPart(group, size, ITEM_BYTES[group.dtype]), ROW_SCALE: WeightPart(row, cols, 4)}
     parts |= {BOOK: WeightPart(book)} if book is not None else {}
     packing = Packing(encoding, codes, parts, checkpoint.present(stem, *MARKS))
-    return claimed(codes, codes.name, (rows, cols), packing)
+    return claimed(codes, packing, shape=(rows, cols))
 
 
 def _columns(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
@@ -246,7 +251,7 @@ def _columns(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
     packing = Packing(
         encoding, codes, {SCALE: WeightPart(scale), ZERO: WeightPart(zero)}, checkpoint.present(stem, *MARKS)
     )
-    return claimed(codes, codes.name, (rows, cols), packing)
+    return claimed(codes, packing, shape=(rows, cols))
 
 
 READERS: Final[Mapping[str, Callable[[Checkpoint, str, LayerNote], WeightClaim | None]]] = MappingProxyType({
@@ -261,8 +266,7 @@ def _with_note(weight: StoredTensor, packing: Packing | None, options: Mapping[s
     if packing is None:
         return None
     parts = [part.info for part in packing.parts.values()]
-    note = new_note(weight, "comfy_quant", options, parts)
-    return NewWeight(packing._replace(marks=frozenset({note.name})), (*parts, note))
+    return new_weight(packing, new_note(weight, "comfy_quant", options, parts))
 
 
 def new_fp8(weight: StoredTensor) -> NewWeight | None:

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm, prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES, StoredTensor
@@ -21,7 +21,7 @@ from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import ORDER, WORD, PackedInts
 from ..encodings.scaled_codes import SCALE, ZERO, ScaledTensors, scaled
-from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, new_weight, positive
 
 EMBEDDING_LAYERS: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
 """Names of modules that are embeddings and no linear layers; files do not hold the class of a module."""
@@ -32,10 +32,12 @@ MARKS: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight
 BYTE_FORMATS: Final = ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized")
 """Formats with codes of one byte in `l.weight`."""
 
+FP4_FORMATS: Final = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield every weight of a folder that is read; none if weights are sparse or rotated too."""
     config = checkpoint.config
     sparse = config.get("sparsity_config") or {}
@@ -46,11 +48,12 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     steps = Steps()
     for stem in checkpoint.stems("weight_scale"):
         args, form = _settings(config, stem, steps)
-        weight = (
-            _codes_in_bytes(checkpoint, stem, args) if form in BYTE_FORMATS else _packed(checkpoint, stem, args, form)
-        )
-        if weight is not None:
-            yield weight
+        if form in BYTE_FORMATS:
+            yield _codes_in_bytes(checkpoint, stem, args)
+        elif form in FP4_FORMATS:
+            yield _fp4(checkpoint, stem, form)
+        elif form == "pack-quantized":
+            yield _packed_ints(checkpoint, stem, args)
 
 
 def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) -> WeightClaim | None:
@@ -63,8 +66,7 @@ def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) 
     form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"
     marks, block = checkpoint.present(stem, *MARKS), _block(args, scale)
     of = ScaledTensors(weight, scale, f"compressed-tensors {form}", marks, zero, block, byte_powers=True)
-    packing = scaled(of)
-    return claimed(weight, weight.name, weight.shape, packing) if packing else None
+    return claimed(weight, scaled(of))
 
 
 def _block(args: Mapping[str, Any], scale: StoredTensor) -> tuple[int, int] | None:
@@ -79,24 +81,14 @@ def _block(args: Mapping[str, Any], scale: StoredTensor) -> tuple[int, int] | No
     return (1, size) if args.get("strategy") == "group" and positive(size) else None
 
 
-def _packed(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any], form: str) -> WeightClaim | None:
-    """Return the claim of a weight with several codes in a byte."""
+def _fp4(checkpoint: Checkpoint, stem: str, form: str) -> WeightClaim | None:
+    """Return the claim of a weight of 4-bit floating-point codes."""
     codes, scale = checkpoint.get(stem, "weight_packed"), checkpoint.tensors[f"{stem}.weight_scale"]
-    name, marks = f"{stem}.weight", checkpoint.present(stem, *MARKS)
+    whole, marks = checkpoint.get(stem, "weight_global_scale"), checkpoint.present(stem, *MARKS)
     if codes is None:
         return None
-    packing: Packing | None = None
-    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        of = Fp4Tensors(
-            codes, scale, f"compressed-tensors {form[:5]}", checkpoint.get(stem, "weight_global_scale"), marks
-        )
-        packing = fp4(of, divided=True)
-        return claimed(codes, name, (*codes.shape[:-1], codes.shape[-1] * 2), packing) if packing else None
-    if form == "pack-quantized":
-        order, zero = checkpoint.get(stem, "weight_g_idx"), checkpoint.get(stem, "weight_zero_point")
-        ints = PackedTensors(codes, scale, args, checkpoint.get(stem, "weight_shape"), zero, order, marks)
-        return _packed_ints(ints, name)
-    return None
+    of = Fp4Tensors(codes, scale, f"compressed-tensors {form[:5]}", whole, marks)
+    return claimed(codes, fp4(of, divided=True), f"{stem}.weight", of.shape)
 
 
 def _settings(config: Mapping[str, Any], stem: str, steps: Steps) -> tuple[Mapping[str, Any], str]:
@@ -132,25 +124,14 @@ def _names(target: Any, stem: str, steps: Steps) -> bool:
         return False
 
 
-class PackedTensors(NamedTuple):
-    """The tensors of a weight of packed whole numbers."""
-
-    codes: StoredTensor
-    scale: StoredTensor
-    args: Mapping[str, Any]
-    shape: StoredTensor | None
-    zero: StoredTensor | None
-    order: StoredTensor | None
-    marks: frozenset[str]
-
-
-def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
+def _packed_ints(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) -> WeightClaim | None:
     """Return the claim of a weight of packed whole numbers; None if dtypes and shapes do not go together."""
-    bits, size, codes = of.args.get("num_bits"), of.args.get("group_size"), of.codes
-    shape = _shape(of.shape)
-    if bits not in BITS or codes.dtype != "I32" or len(shape) != 2 or not prod(shape):
+    codes, zero, order = (checkpoint.get(stem, f"weight_{last}") for last in ("packed", "zero_point", "g_idx"))
+    scale, shape = checkpoint.tensors[f"{stem}.weight_scale"], _shape(checkpoint.get(stem, "weight_shape"))
+    bits, size = args.get("num_bits"), args.get("group_size")
+    if codes is None or bits not in BITS or codes.dtype != "I32" or len(shape) != 2 or not prod(shape):
         return None
-    if (of.zero is None) != bool(of.args.get("symmetric", True)) or of.scale.dtype not in SCALE_DTYPES:
+    if (zero is None) != bool(args.get("symmetric", True)) or scale.dtype not in SCALE_DTYPES:
         return None
     # Dense rows are streams of bits; in others no code spans two words.
     rows, cols = shape
@@ -160,22 +141,23 @@ def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
     words = _words(cols, bits, dense=dense)
     unclear = dense and words > 1 and WORD % bits and words == _words(cols, bits, dense=False)
     # Dtypes and shapes of all tensors.
-    if cols % size or codes.shape != (rows, words) or unclear or of.scale.shape != (rows, across):
+    if cols % size or codes.shape != (rows, words) or unclear or scale.shape != (rows, across):
         return None
-    if of.zero is not None and (of.zero.dtype, of.zero.shape) != ("I32", (_words(rows, bits, dense=dense), across)):
+    if zero is not None and (zero.dtype, zero.shape) != ("I32", (_words(rows, bits, dense=dense), across)):
         return None
-    if of.order is not None and (of.order.dtype != "I32" or of.order.shape != (cols,)):
+    if order is not None and (order.dtype != "I32" or order.shape != (cols,)):
         return None
     # So many rows are decoded together as share whole words of zero points.
     each, size_of_each = (WORD, bits * 4) if dense and WORD % bits else (WORD // bits, 4)
-    parts = {SCALE: WeightPart(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
-    parts |= {ZERO: WeightPart(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}
-    parts |= {ORDER: WeightPart(of.order)} if of.order is not None else {}
+    parts = {SCALE: WeightPart(scale, cols, across * ITEM_BYTES[scale.dtype])}
+    parts |= {ZERO: WeightPart(zero, each * cols, across * size_of_each)} if zero is not None else {}
+    parts |= {ORDER: WeightPart(order)} if order is not None else {}
     encoding = PackedInts.shared(
-        (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
-        zeros=of.zero is not None, dense=dense, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
+        (cols, words * 4), lcm(cols, each * cols if zero is not None else 1), bits=bits, cols=cols, size=size,
+        zeros=zero is not None, dense=dense, scales=scale.dtype, label=f"compressed-tensors int{bits}",
     )  # fmt: skip
-    return claimed(codes, name, (rows, cols), Packing(encoding, codes, parts, of.marks))
+    packing = Packing(encoding, codes, parts, checkpoint.present(stem, *MARKS))
+    return claimed(codes, packing, f"{stem}.weight", (rows, cols))
 
 
 def _words(elements: int, bits: int, *, dense: bool) -> int:
@@ -198,8 +180,7 @@ def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
     scale = new_tensor(weight, "weight_scale", "F8_E4M3", (rows, cols // 16))
     whole = new_tensor(weight, "weight_global_scale", "F32", (1,))
     of = Fp4Tensors(new_tensor(weight, "weight_packed", "U8", (rows, cols // 2)), scale, "nvfp4", whole)
-    packing = fp4(of, divided=True, new_scales=True)
-    return NewWeight(packing, (scale, whole)) if packing else None
+    return new_weight(fp4(of, divided=True, new_scales=True))
 
 
 def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
@@ -209,8 +190,7 @@ def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
         return None
     scale = new_tensor(weight, "weight_scale", "U8", (rows, cols // 32))
     of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
-    packing = scaled(of, new_scales=True)
-    return NewWeight(packing, (scale,)) if packing else None
+    return new_weight(scaled(of, new_scales=True))
 
 
 def nvfp4_section(unquantised: Sequence[str]) -> Mapping[str, Any]:

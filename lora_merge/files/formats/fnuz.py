@@ -16,11 +16,11 @@ from .base import Checkpoint, WeightClaim, claimed
 FNUZ_DTYPES: Final = {"F8_E4M3FNUZ": "fp8_e4m3fnuz", "F8_E5M2FNUZ": "fp8_e5m2fnuz"}
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the tensors of these dtypes without a scale next to them."""
     for name, info in checkpoint.tensors.items():
         if info.dtype not in FNUZ_DTYPES or not info.nbytes:
             continue
         if not checkpoint.present(name.rpartition(".")[0], "weight_scale", "scale_weight", "scale"):
             encoding = Fnuz.shared((1, 1), dtype=info.dtype, label=FNUZ_DTYPES[info.dtype])
-            yield claimed(info, name, info.shape, Packing(encoding, info))
+            yield claimed(info, Packing(encoding, info))

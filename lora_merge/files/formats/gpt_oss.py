@@ -10,7 +10,7 @@ from ..encodings.scaled_codes import E8M0, SCALE
 from .base import Checkpoint, WeightClaim, claimed
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the experts of gpt-oss: mxfp4 of [experts, out, in], which the model knows as [experts, in, out]."""
     if checkpoint.config.get("quant_method") != "mxfp4":
         return
@@ -24,4 +24,5 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         cols = across * 32
         encoding = Fp4.shared((2, 1), rows * cols, kind=E8M0, size=32, cols=cols, turned=rows, label="gpt-oss mxfp4")
-        yield claimed(codes, stem, (experts, cols, rows), Packing(encoding, codes, {SCALE: WeightPart(scale, 32, 1)}))
+        packing = Packing(encoding, codes, {SCALE: WeightPart(scale, 32, 1)})
+        yield claimed(codes, packing, stem, (experts, cols, rows))

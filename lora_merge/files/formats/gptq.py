@@ -17,7 +17,7 @@ from ..encodings.scaled_codes import SCALE, ZERO
 from .base import Checkpoint, WeightClaim, claimed
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of GPTQ and AWQ folders; but none whose values are in the order of a kernel."""
     config = checkpoint.config
     method = config.get("quant_method")
@@ -28,9 +28,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     if config.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2", "", None):
         return
     for stem in checkpoint.stems("qweight"):
-        weight = _weight(checkpoint, stem, config.get("bits"), awq=method == "awq")
-        if weight is not None:
-            yield weight
+        yield _weight(checkpoint, stem, config.get("bits"), awq=method == "awq")
 
 
 def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> WeightClaim | None:
@@ -60,7 +58,7 @@ def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Weigh
         (1, 0), cols, bits=bits, shape=(rows, cols), along_rows=awq, scales=scale.dtype, plus_one=plus_one, label=label
     )
     parts = {role: WeightPart(info) for role, info in stored.items()}
-    return claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))
+    return claimed(codes, Packing(encoding, codes, parts), f"{stem}.weight", (rows, cols))
 
 
 def gptq_section(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ SETTINGS: Final = (
 """Tensors in which HQQ stores the settings of a layer."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of HQQ, as transformers saves them."""
     for stem in checkpoint.stems("W_q"):
         codes, scale, zero = (checkpoint.get(stem, last) for last in ("W_q", "scale", "zero"))
@@ -41,11 +41,11 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         if rows * cols != prod(shape) or zero.shape != scale.shape or prod(scale.shape) != (cols if across else rows):
             continue
         label = f"HQQ {bits} bit"
-        if packing := shared_byte_ints(
-            codes, scale, zero, shape[1], bits=bits, cols=cols, across=across, high_first=True, label=label
-        ):
-            packing = packing._replace(marks=checkpoint.present(stem, *SETTINGS))
-            yield claimed(codes, f"{stem}.weight", shape, packing)
+        packing = shared_byte_ints(
+            codes, scale, zero, checkpoint.present(stem, *SETTINGS), group=shape[1], bits=bits, cols=cols,
+            across=across, high_first=True, label=label,
+        )  # fmt: skip
+        yield claimed(codes, packing, f"{stem}.weight", shape)
 
 
 def _numbers(info: StoredTensor | None) -> tuple[int, ...]:

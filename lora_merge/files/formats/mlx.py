@@ -26,16 +26,14 @@ GROUP_SIZES: Final = (16, 32, 64, 128)
 """Columns of a group."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of mlx folders."""
     config = checkpoint.config
     if "quant_method" in config or not isinstance(config.get("group_size"), int):
         return
     for stem in checkpoint.stems("scales"):
         of_layer = config.get(stem)
-        weight = _weight(checkpoint, stem, {**config, **(of_layer if isinstance(of_layer, Mapping) else {})})
-        if weight is not None:
-            yield weight
+        yield _weight(checkpoint, stem, {**config, **(of_layer if isinstance(of_layer, Mapping) else {})})
 
 
 def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> WeightClaim | None:
@@ -55,7 +53,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
     each = ITEM_BYTES[scale.dtype]
     parts = {role: WeightPart(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}
     encoding = affine(size, bits=bits, float_dtype=scale.dtype, label=f"mlx {bits} bit")
-    return claimed(codes, codes.name, shape, Packing(encoding, codes, parts))
+    return claimed(codes, Packing(encoding, codes, parts), shape=shape)
 
 
 def _floats(
@@ -70,4 +68,4 @@ def _floats(
     elif bits == 4 and {"mxfp4": 32, "nvfp4": 16}.get(mode) == size:
         halves = replace(codes, dtype="U8", shape=(*shape[:-1], shape[-1] // 2))
         packing = fp4(Fp4Tensors(halves, scale, label, None, fp8_scales=mode == "nvfp4"))
-    return claimed(codes, codes.name, shape, packing._replace(codes=codes)) if packing else None
+    return claimed(codes, packing and packing._replace(codes=codes), shape=shape)

@@ -21,7 +21,7 @@ NVFP4: Final = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
 """Algorithms some layers of which, or all, are nvfp4."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of ModelOpt that are read."""
     config = checkpoint.config
     algorithm = str(config.get("quant_algo")) if config.get("quant_method") == "modelopt" else ""
@@ -37,7 +37,7 @@ def side_section(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else {}
 
 
-def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim]:
+def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim | None]:
     """Yield the weights of fp8: a scale for the weight, for each row, each block of 128 by 128, or a power of two for
     32 columns."""
     for stem in checkpoint.stems("weight_scale"):
@@ -47,11 +47,10 @@ def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim]:
             continue
         block = (1, 32) if scale.dtype == "U8" else (128, 128) if algorithm == "FP8_PB_WO" else None
         label = f"ModelOpt {'mxfp8' if scale.dtype == 'U8' else 'fp8'}"
-        if packing := scaled(ScaledTensors(weight, scale, label, marks, block=block, byte_powers=True)):
-            yield claimed(weight, weight.name, weight.shape, packing)
+        yield claimed(weight, scaled(ScaledTensors(weight, scale, label, marks, block=block, byte_powers=True)))
 
 
-def _nvfp4(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def _nvfp4(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of nvfp4: scales row after row, even columns in the low half."""
     for stem in checkpoint.stems("weight_scale_2"):
         codes, scale = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale")
@@ -59,8 +58,7 @@ def _nvfp4(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         whole, pre = checkpoint.get(stem, "weight_scale_2"), checkpoint.get(stem, "pre_quant_scale")
         of = Fp4Tensors(codes, scale, "ModelOpt nvfp4", whole, checkpoint.present(stem, "input_scale"), pre=pre)
-        if packing := fp4(of):
-            yield claimed(codes, codes.name, (*codes.shape[:-1], codes.shape[-1] * 2), packing)
+        yield claimed(codes, fp4(of), shape=of.shape)
 
 
 def _row_after_row(checkpoint: Checkpoint) -> bool:

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from ..encodings.scaled_codes import TILE, ScaledTensors, scaled
+from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
+
+BLOCK: Final = 128, 128  # rows and columns with one scale, of DeepGEMM
 
 MARKS: Final = frozenset({"scaled_fp8", "comfy_quant", "weight_packed"})
 """Last names of tensors of other formats."""
@@ -24,7 +26,7 @@ REQUIRED_TENSORS: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_sca
 """Tensors without which such a weight would be other values."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of such files; none if config.json or a mark of ComfyUI states another format."""
     marks = {name.rpartition(".")[2] for name in checkpoint.tensors} & MARKS
     if checkpoint.config or marks or LAYERS_ENTRY in checkpoint.metadata:
@@ -39,8 +41,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         block = (1, weight.shape[1] // groups) if groups else None
         of = ScaledTensors(weight, scale, "musubi fp8", checkpoint.present(stem, "scale_input"), block=block)
-        if packing := scaled(of):
-            yield claimed(weight, weight.name, weight.shape, packing)
+        yield claimed(weight, scaled(of))
     # lightx2v, and files of one scale.
     for stem in checkpoint.stems("weight_scale"):
         weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.weight_scale"]
@@ -52,7 +53,6 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         ):
             continue
         (rows, cols), others = weight.shape, checkpoint.present(stem, "input_scale")
-        tiled = scale.shape not in ((rows, 1), (1, 1)) and scale.shape == (-(-rows // TILE), -(-cols // TILE))
+        tiled = scale.shape not in ((rows, 1), (1, 1)) and scale.shape == (-(-rows // BLOCK[0]), -(-cols // BLOCK[1]))
         label = "fp8 blocks" if tiled else "fp8 or int8 rows" if prod(scale.shape) > 1 else "fp8 or int8"
-        if packing := scaled(ScaledTensors(weight, scale, label, others, block=(TILE, TILE) if tiled else None)):
-            yield claimed(weight, weight.name, weight.shape, packing)
+        yield claimed(weight, scaled(ScaledTensors(weight, scale, label, others, block=BLOCK if tiled else None)))

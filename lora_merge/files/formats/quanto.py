@@ -19,7 +19,7 @@ ACTIVATION_SCALES: Final = ("input_scale", "output_scale")
 QTYPES: Final = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of optimum-quanto: codes of one byte with a scale for each row, and codes of 2 and 4 bits.
 
     The shape of the latter is stored nowhere: it follows from the bias; without one, they are not read.
@@ -29,12 +29,10 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         codes = checkpoint.get(name, "_data")
         marks = checkpoint.present(stem, *ACTIVATION_SCALES)
         if codes is None:
-            weight = _few_bits(checkpoint, name, scale, marks)
+            yield _few_bits(checkpoint, name, scale, marks)
         else:
             packing = scaled(ScaledTensors(codes, scale, f"quanto {QTYPES.get(codes.dtype, '')}", marks))
-            weight = claimed(codes, name, codes.shape, packing) if packing else None
-        if weight is not None:
-            yield weight
+            yield claimed(codes, packing, name)
 
 
 def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, marks: frozenset[str]) -> WeightClaim | None:
@@ -48,5 +46,6 @@ def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, marks: fro
     if not bits or not rows or not cols or zero.shape != scale.shape or groups * cols % rows:
         return None
     shape = rows, groups * cols // rows
-    packing = shared_byte_ints(codes, scale, zero, shape[1], bits=bits, cols=cols, label=f"quanto int{bits}")
-    return claimed(codes, name, shape, packing._replace(marks=marks)) if packing else None
+    label = f"quanto int{bits}"
+    packing = shared_byte_ints(codes, scale, zero, marks, group=shape[1], bits=bits, cols=cols, label=label)
+    return claimed(codes, packing, name, shape)

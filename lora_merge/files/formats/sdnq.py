@@ -51,15 +51,15 @@ class SdnqTensors(NamedTuple):
     rotation: int
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of SDNQ that are read."""
     config, steps = checkpoint.config, Steps()
     if config.get("quant_method") != "sdnq":
         return
     for stem in checkpoint.stems("scale"):
         settings = _settings(config, f"{stem}.weight", steps)
-        if not any(settings.get(key) for key in EXTRAS) and (weight := _weight(checkpoint, stem, settings)) is not None:
-            yield weight
+        if not any(settings.get(key) for key in EXTRAS):
+            yield _weight(checkpoint, stem, settings)
 
 
 def _settings(config: Mapping[str, Any], name: str, steps: Steps) -> Mapping[str, Any]:
@@ -147,7 +147,7 @@ def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None,
     else:
         parts = {SCALE: WeightPart(scale, size, each), BIAS: WeightPart(zero, size, each)}
         encoding = affine(size, bits=bits, float_dtype=scale.dtype, label=f"SDNQ {kind}")
-    return claimed(codes, codes.name, (rows, cols), Packing(encoding, codes, parts))
+    return claimed(codes, Packing(encoding, codes, parts), shape=(rows, cols))
 
 
 def _signed(codes: StoredTensor, scale: StoredTensor) -> WeightClaim | None:
@@ -159,7 +159,7 @@ def _signed(codes: StoredTensor, scale: StoredTensor) -> WeightClaim | None:
     label = f"SDNQ {'int8' if codes.dtype == 'I8' else 'fp8'}"
     of = ScaledTensors(replace(codes, shape=shape), scale, label, block=(1, codes.shape[-1]))
     packing = scaled(of)
-    return claimed(codes, codes.name, shape, packing._replace(codes=codes)) if packing else None
+    return claimed(codes, packing and packing._replace(codes=codes), shape=shape)
 
 
 def _sums(of: SdnqTensors) -> WeightClaim | None:
@@ -196,7 +196,7 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
     each = ITEM_BYTES[scale.dtype] * groups * places
     parts = {SCALE: WeightPart(scale, cols, each)} | ({ZERO: WeightPart(zero, cols, each)} if zero is not None else {})
     parts |= of.factors.parts(cols)
-    return claimed(codes, codes.name, (rows, channels, *kernel), Packing(encoding, codes, parts))
+    return claimed(codes, Packing(encoding, codes, parts), shape=(rows, channels, *kernel))
 
 
 def _form(shape: Shape) -> tuple[int, int] | None:

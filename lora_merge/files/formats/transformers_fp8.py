@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...dtypes import StoredTensor
 from ..encodings.scaled_codes import ScaledTensors, scaled
-from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, new_weight, positive
 
 SCALE_ENDINGS: Final = {
     "_scale_inv": "", "_scales_inv": "", ".weight_scale": ".weight", ".qscale_weight": ".weight",
@@ -24,7 +24,7 @@ ACTIVATION_SCALES: Final = ("input_scale", "activation_scale", "qscale_act")
 BLOCK_SIDE: Final = 128  # rows and columns with one scale, of block fp8
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the fp8 weights of folders whose `quant_method` is `fp8` or `fbgemm_fp8`."""
     if checkpoint.config.get("quant_method") == "fp8":
         yield from _blocks(checkpoint)
@@ -32,7 +32,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         yield from _fbgemm(checkpoint)
 
 
-def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of fp8 with a scale for each block, or for the weight."""
     size, powers = checkpoint.config.get("weight_block_size"), checkpoint.config.get("scale_fmt") == "ue8m0"
     if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(positive, size))):
@@ -46,11 +46,10 @@ def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         marks = checkpoint.present(name.rpartition(".")[0], *ACTIVATION_SCALES)
         label, block = ("block fp8", (size[0], size[1])) if size else ("scaled fp8", None)
         of = ScaledTensors(weight, scale, label, marks, block=block, byte_powers=powers)
-        if packing := scaled(of, powers=powers):
-            yield claimed(weight, weight.name, weight.shape, packing)
+        yield claimed(weight, scaled(of, powers=powers))
 
 
-def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
     """Yield the weights of FBGEMM: a scale for each row, or for each column of stacked experts."""
     for name, scale in checkpoint.tensors.items():
         weight = checkpoint.tensors.get(name.removesuffix("_scale")) if name.endswith("_scale") else None
@@ -60,8 +59,7 @@ def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         stacked = len(weight.shape) == 3 and scale.shape[-2:] == (1, cols)
         marks = checkpoint.present(name.rpartition(".")[0], "input_scale_ub", "input_scale")
         of = ScaledTensors(weight, scale, "FBGEMM fp8", marks, block=(rows, 1) if stacked else None)
-        if packing := scaled(of):
-            yield claimed(weight, weight.name, weight.shape, packing)
+        yield claimed(weight, scaled(of))
 
 
 def new_blocks(weight: StoredTensor) -> NewWeight | None:
@@ -71,8 +69,7 @@ def new_blocks(weight: StoredTensor) -> NewWeight | None:
         return None
     scale = new_tensor(weight, "weight_scale_inv", "F32", (rows // BLOCK_SIDE, cols // BLOCK_SIDE))
     of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "block fp8", block=(BLOCK_SIDE, BLOCK_SIDE))
-    packing = scaled(of, new_scales=True)
-    return NewWeight(packing, (scale,)) if packing else None
+    return new_weight(scaled(of, new_scales=True))
 
 
 def section(unquantised: Sequence[str]) -> Mapping[str, Any]:
