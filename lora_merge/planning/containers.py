@@ -26,9 +26,9 @@ from ..files.gguf.diffusion import (
     plain_type,
 )
 from ..files.gguf.layout import gguf_layout, new_layout
-from ..files.gguf.names import FAMILIES
+from ..files.gguf.names import ARCHITECTURE, FAMILIES
 from ..files.gguf.types import GGML_TYPES
-from ..files.gguf.view import ARCHITECTURE, as_plain
+from ..files.gguf.view import as_plain
 from ..files.safetensors import layout
 from ..job import Job
 from ..models.weights import Weight

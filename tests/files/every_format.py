@@ -24,7 +24,7 @@ from lora_merge.files.formats import FORMATS
 from lora_merge.files.formats.base import Checkpoint
 from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from lora_merge.files.gguf.blocks import BLOCK_KINDS
-from lora_merge.files.gguf.encoding import ggml, new_encoding
+from lora_merge.files.gguf.encoding import ggml
 from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, GGML_TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
@@ -243,7 +243,7 @@ def _blocks(kind: str, *, zeros: bool = False) -> Weight:
     )
     data = np.ascontiguousarray(raw).tobytes()
     codes = StoredTensor(WEIGHT, kind, (6, 256), Memory.of(Path("memory"), memoryview(data)), 0, len(data))
-    return Weight((6, 256), Packing(new_encoding(kind) if zeros else ggml(kind), codes), {CODES: data})
+    return Weight((6, 256), Packing(ggml(kind, new_scales=zeros), codes), {CODES: data})
 
 
 def _made(make: Callable[[StoredTensor], Any]) -> Weight:

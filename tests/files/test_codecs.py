@@ -122,7 +122,7 @@ def test_blocks_of_gguf_are_the_same_whether_or_not_each_sub_block_is_looked_at(
     values[:512] = 0
     raw = blocks.encode(name, values, torch.zeros(encoding.ggml(name).nbytes(len(values)), dtype=torch.uint8))
     merged = blocks.decode(name, raw) + change * torch.randn(len(values), generator=made)
-    old = raw.view(-1, kind.layout.size)
+    old = raw.view(-1, encoding.ggml(name).unit[1])
     every = blocks._encoded(kind, merged.view(len(old), kind.layout.subs, -1), old, kind.fields(old), None)
     assert torch.equal(blocks.encode(name, merged, raw), every.reshape(-1))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
 from lora_merge.files.gguf.blocks import BLOCK_KINDS, decode, encode
-from lora_merge.files.gguf.encoding import ggml, permuted, shifted
+from lora_merge.files.gguf.encoding import ggml
 from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, ENCODED_TYPES, GGML_TYPES
 from lora_merge.proof.decoders import BadPart
 from lora_merge.proof.decoders.ggml import BLOCK_FORMS, blocks
@@ -155,7 +155,7 @@ def test_points_of_grids_are_decoded_as_the_library_does(kind: str) -> None:
     np.testing.assert_allclose(made.numpy(), wanted, rtol=2e-7, atol=0)
     levels, grid = points({"codes": raw.tobytes()}, SimpleNamespace(kind=kind, head=0), 0, 0)
     np.testing.assert_allclose(grid.value(levels), wanted, rtol=3e-7, atol=1e-30)
-    heads = permuted(kind, 8, 256).decode({CODES: flat(raw)}, 0, raw.size).view(3, 2, 4, 256)
+    heads = ggml(kind, head=8, cols=256).decode({CODES: flat(raw)}, 0, raw.size).view(3, 2, 4, 256)
     np.testing.assert_array_equal(heads.transpose(1, 2).reshape(-1).numpy(), made.numpy())
     raw[:, [49, 51, 53, 55] if kind == "IQ1_M" else [0, 1]] = 255
     with pytest.raises(InvalidPart, match="not a number"):
@@ -170,7 +170,7 @@ def test_heads_are_stored_with_alternating_halves(kind: str) -> None:
     rows, cols, heads = 16, 256, 2
     logical = np.random.default_rng(0).normal(0, 0.02, (rows, cols)).astype(np.float32)
     stored = logical.reshape(heads, 2, rows // heads // 2, cols).swapaxes(1, 2).reshape(rows, cols)
-    plain, turned = ggml(kind), permuted(kind, rows // heads, cols)
+    plain, turned = ggml(kind), ggml(kind, head=rows // heads, cols=cols)
     assert turned.group == rows // heads * cols
     empty = {CODES: torch.zeros(plain.nbytes(stored.size), dtype=torch.uint8)}
     made = plain.encode(torch.from_numpy(stored).ravel(), empty, 0)
@@ -182,7 +182,7 @@ def test_heads_are_stored_with_alternating_halves(kind: str) -> None:
 
 
 def test_norms_of_gemma_are_stored_plus_one() -> None:
-    norm = shifted("F32", 1.0)
+    norm = ggml("F32", offset=1.0)
     made = norm.encode(torch.tensor([0.25, -0.5]), {CODES: torch.zeros(8, dtype=torch.uint8)}, 0)
     assert made[CODES].view(torch.float32).tolist() == [1.25, 0.5]
     assert norm.decode(made, 0, 2).tolist() == [0.25, -0.5]

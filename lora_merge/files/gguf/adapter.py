@@ -20,9 +20,9 @@ from ...dtypes import Memory, StoredTensor
 from ...errors import InputError
 from ...text import quoted
 from ..encodings.base import CODES
-from .encoding import ggml, permuted
-from .names import FAMILIES, ROTATED_WEIGHTS, Family, renamed
-from .types import DECODED_ONLY_TYPES, ENCODED_TYPES
+from .encoding import ggml
+from .names import ARCHITECTURE, FAMILIES, ROTATED_WEIGHTS, Family, renamed
+from .types import DECODED_TYPES
 
 TYPE: Final = "general.type"
 KIND: Final = "adapter.type"
@@ -57,7 +57,7 @@ def is_adapter(values: Mapping[str, Any]) -> bool:
 
 def family_of(values: Mapping[str, Any]) -> Family | None:
     """Return what is known of the architecture that the entries of a file state; None for any other."""
-    return FAMILIES.get(str(values.get("general.architecture", "")))
+    return FAMILIES.get(str(values.get(ARCHITECTURE, "")))
 
 
 def adapter_tensors(
@@ -94,8 +94,7 @@ def adapter_tensors(
 
 def with_plain_values(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of an adapter under other names than llama.cpp's, quantised ones in fp32."""
-    quantised = ENCODED_TYPES | DECODED_ONLY_TYPES
-    return {name: _decoded(info) if info.dtype in quantised else info for name, info in tensors.items()}
+    return {name: _decoded(info) if info.dtype in DECODED_TYPES else info for name, info in tensors.items()}
 
 
 def _named(info: StoredTensor, family: Family | None, config: Mapping[str, Any] | None) -> StoredTensor:
@@ -108,7 +107,7 @@ def _named(info: StoredTensor, family: Family | None, config: Mapping[str, Any] 
     named = replace(info, name=f"{name.removesuffix('.weight')}{slots[last].ending}", stored=info.name)
     if last == "lora_b" and family and family.permuted and (rotated := ROTATED_WEIGHTS.fullmatch(weight)):
         return _in_order(named, rotated[1], config)
-    if slots is not MATRIX_SLOTS or info.dtype in ENCODED_TYPES | DECODED_ONLY_TYPES:
+    if slots is not MATRIX_SLOTS or info.dtype in DECODED_TYPES:
         return _decoded(named, axes=slots[last].axes)
     return named
 
@@ -144,8 +143,8 @@ def _decoded(info: StoredTensor, *, heads: int = 0, axes: tuple[int, ...] = ()) 
     def content() -> memoryview:
         import torch
 
-        size = info.shape[0] // heads if heads else 0
-        encoding = permuted(info.dtype, size, prod(info.shape[1:])) if heads else ggml(info.dtype)
+        size, cols = (info.shape[0] // heads, prod(info.shape[1:])) if heads else (0, 0)
+        encoding = ggml(info.dtype, head=size, cols=cols)
         raw = torch.frombuffer(bytearray(read_bytes(info)), dtype=torch.uint8)
         values: Any = encoding.decode({CODES: raw}, 0, count)
         if axes:

@@ -164,7 +164,6 @@ def _from_iq4_scales(parts: SmallScales) -> Tensor:
 class BlockLayout:
     """The bytes of one type."""
 
-    size: int  # bytes of a block
     subs: int  # sub-blocks
     low: BitRange | Digits  # the low bits of the codes
     high: BitRange | None = None  # their high bits
@@ -200,23 +199,23 @@ def put_half(blocks: Tensor, at: int, values: Tensor) -> None:
 _PAIRS: Final = (_six_bit_pairs, _from_six_bit_pairs)
 
 BIT_LAYOUTS: Final[Mapping[str, BlockLayout]] = MappingProxyType({
-    "Q4_0": BlockLayout(18, 1, BitRange(2, 1, 16, 4)),
-    "Q4_1": BlockLayout(20, 1, BitRange(4, 1, 16, 4), m=2),
-    "Q5_0": BlockLayout(22, 1, BitRange(6, 1, 16, 4), BitRange(2, 4, 1, 1)),
-    "Q5_1": BlockLayout(24, 1, BitRange(8, 1, 16, 4), BitRange(4, 4, 1, 1), m=2),
-    "Q8_0": BlockLayout(34, 1, BitRange(2, 1, 32, 8)),
-    "Q2_K": BlockLayout(84, 16, BitRange(16, 2, 32, 2), d=80, m=82, scales=ScaleBits(0, 16, _nibbles, _from_nibbles)),
-    "Q3_K": BlockLayout(110, 16, BitRange(32, 2, 32, 2), BitRange(0, 1, 32, 1), 108, None,
+    "Q4_0": BlockLayout(1, BitRange(2, 1, 16, 4)),
+    "Q4_1": BlockLayout(1, BitRange(4, 1, 16, 4), m=2),
+    "Q5_0": BlockLayout(1, BitRange(6, 1, 16, 4), BitRange(2, 4, 1, 1)),
+    "Q5_1": BlockLayout(1, BitRange(8, 1, 16, 4), BitRange(4, 4, 1, 1), m=2),
+    "Q8_0": BlockLayout(1, BitRange(2, 1, 32, 8)),
+    "Q2_K": BlockLayout(16, BitRange(16, 2, 32, 2), d=80, m=82, scales=ScaleBits(0, 16, _nibbles, _from_nibbles)),
+    "Q3_K": BlockLayout(16, BitRange(32, 2, 32, 2), BitRange(0, 1, 32, 1), 108, None,
                    ScaleBits(96, 108, _q3_scales, _from_q3_scales)),
-    "Q4_K": BlockLayout(144, 8, BitRange(16, 4, 32, 4), m=2, scales=ScaleBits(4, 16, *_PAIRS)),
-    "Q5_K": BlockLayout(176, 8, BitRange(48, 4, 32, 4), BitRange(16, 1, 32, 1), m=2, scales=ScaleBits(4, 16, *_PAIRS)),
-    "Q6_K": BlockLayout(210, 16, BitRange(0, 2, 64, 4), BitRange(128, 2, 32, 2), 208, None,
+    "Q4_K": BlockLayout(8, BitRange(16, 4, 32, 4), m=2, scales=ScaleBits(4, 16, *_PAIRS)),
+    "Q5_K": BlockLayout(8, BitRange(48, 4, 32, 4), BitRange(16, 1, 32, 1), m=2, scales=ScaleBits(4, 16, *_PAIRS)),
+    "Q6_K": BlockLayout(16, BitRange(0, 2, 64, 4), BitRange(128, 2, 32, 2), 208, None,
                    ScaleBits(192, 208, _signed_bytes, _from_signed_bytes)),
-    "IQ4_NL": BlockLayout(18, 1, BitRange(2, 1, 16, 4)),
-    "IQ4_XS": BlockLayout(136, 8, BitRange(8, 8, 16, 4), scales=ScaleBits(2, 8, _iq4_scales, _from_iq4_scales)),
-    "MXFP4": BlockLayout(17, 1, BitRange(1, 1, 16, 4), d=None),
-    "NVFP4": BlockLayout(36, 4, BitRange(4, 4, 8, 4), d=None),
-    "TQ1_0": BlockLayout(54, 1, Digits(((0, 32, 5), (32, 16, 5), (48, 4, 4))), d=52),
-    "TQ2_0": BlockLayout(66, 1, BitRange(0, 2, 32, 2), d=64),
+    "IQ4_NL": BlockLayout(1, BitRange(2, 1, 16, 4)),
+    "IQ4_XS": BlockLayout(8, BitRange(8, 8, 16, 4), scales=ScaleBits(2, 8, _iq4_scales, _from_iq4_scales)),
+    "MXFP4": BlockLayout(1, BitRange(1, 1, 16, 4), d=None),
+    "NVFP4": BlockLayout(4, BitRange(4, 4, 8, 4), d=None),
+    "TQ1_0": BlockLayout(1, Digits(((0, 32, 5), (32, 16, 5), (48, 4, 4))), d=52),
+    "TQ2_0": BlockLayout(1, BitRange(0, 2, 32, 2), d=64),
 })  # fmt: skip
 """Type → the layout of its blocks."""

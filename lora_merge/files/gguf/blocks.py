@@ -19,6 +19,7 @@ from ..encodings.arithmetic import cached_table, cut_to_fp8, ends_of_each, from_
 from ..encodings.base import BARELY, InvalidPart, OutOfRange
 from ..encodings.stochastic_rounding import to_integers, to_table
 from .bit_layouts import BIT_LAYOUTS, BlockLayout, half, put_half
+from .types import GGML_TYPES
 
 E4M3: Final = "F8_E4M3"
 
@@ -163,27 +164,26 @@ class BlockType(NamedTuple):
         blocks[rows] = chosen
 
 
-def _kind(name: str, levels: CodeLevels, most: int = 0) -> BlockType:
-    return BlockType(BIT_LAYOUTS[name], levels, most, {"MXFP4": "E8M0", "NVFP4": E4M3}.get(name, ""))
-
-
 BLOCK_KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
-    "Q4_0": _kind("Q4_0", CodeLevels(-8, -8, 7)),
-    "Q4_1": _kind("Q4_1", CodeLevels(0, 0, 15)),
-    "Q5_0": _kind("Q5_0", CodeLevels(-16, -16, 15)),
-    "Q5_1": _kind("Q5_1", CodeLevels(0, 0, 31)),
-    "Q8_0": _kind("Q8_0", CodeLevels(-128, -127, 127)),
-    "Q2_K": _kind("Q2_K", CodeLevels(0, 0, 3), 15),
-    "Q3_K": _kind("Q3_K", CodeLevels(-4, -4, 3), 31),
-    "Q4_K": _kind("Q4_K", CodeLevels(0, 0, 15), 63),
-    "Q5_K": _kind("Q5_K", CodeLevels(0, 0, 31), 63),
-    "Q6_K": _kind("Q6_K", CodeLevels(-32, -32, 31), 127),
-    "IQ4_NL": _kind("IQ4_NL", CodeLevels(0, -127, 113, IQ4)),
-    "IQ4_XS": _kind("IQ4_XS", CodeLevels(0, -127, 113, IQ4), 31),
-    "MXFP4": _kind("MXFP4", CodeLevels(0, -12, 12, FP4)),
-    "NVFP4": _kind("NVFP4", CodeLevels(0, -12, 12, FP4)),
-    "TQ1_0": _kind("TQ1_0", CodeLevels(-1, -1, 1)),
-    "TQ2_0": _kind("TQ2_0", CodeLevels(-1, -1, 1)),
+    name: BlockType(BIT_LAYOUTS[name], levels, *more)
+    for name, levels, *more in (
+        ("Q4_0", CodeLevels(-8, -8, 7)),
+        ("Q4_1", CodeLevels(0, 0, 15)),
+        ("Q5_0", CodeLevels(-16, -16, 15)),
+        ("Q5_1", CodeLevels(0, 0, 31)),
+        ("Q8_0", CodeLevels(-128, -127, 127)),
+        ("Q2_K", CodeLevels(0, 0, 3), 15),
+        ("Q3_K", CodeLevels(-4, -4, 3), 31),
+        ("Q4_K", CodeLevels(0, 0, 15), 63),
+        ("Q5_K", CodeLevels(0, 0, 31), 63),
+        ("Q6_K", CodeLevels(-32, -32, 31), 127),
+        ("IQ4_NL", CodeLevels(0, -127, 113, IQ4)),
+        ("IQ4_XS", CodeLevels(0, -127, 113, IQ4), 31),
+        ("MXFP4", CodeLevels(0, -12, 12, FP4), 0, "E8M0"),
+        ("NVFP4", CodeLevels(0, -12, 12, FP4), 0, E4M3),
+        ("TQ1_0", CodeLevels(-1, -1, 1)),
+        ("TQ2_0", CodeLevels(-1, -1, 1)),
+    )
 })  # fmt: skip
 """Type → how its values are made."""
 
@@ -191,7 +191,7 @@ BLOCK_KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
 def decode(name: str, raw: Tensor) -> Tensor:
     """Return the values of blocks, flat, in fp32; InvalidPart for scales that are not finite. `raw`: u8, flat."""
     kind = BLOCK_KINDS[name]
-    blocks = raw.reshape(-1, kind.layout.size)
+    blocks = raw.reshape(-1, GGML_TYPES[name].unit[1])
     fields = kind.fields(blocks)
     values = kind.levels.of(kind.layout.codes(blocks)).mul_(fields.scale().unsqueeze(-1))
     shift = fields.shift()
@@ -205,7 +205,7 @@ def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None
     Raises OutOfRange for values that the type cannot hold.
     """
     kind = BLOCK_KINDS[name]
-    old = raw.reshape(-1, kind.layout.size)
+    old = raw.reshape(-1, GGML_TYPES[name].unit[1])
     sub_blocks, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
     if uniform is not None or not bool(fields.d.any()):
         return _encoded(kind, sub_blocks, old, fields, uniform).reshape(-1)

@@ -14,16 +14,15 @@ from typing import Final, NamedTuple
 
 from ...dtypes import Shape, StoredTensor
 from ..encodings.base import Packing
-from .container import ARRAY, MAGIC
-from .encoding import new_encoding
-from .layout import FILE_TYPE, FILE_TYPES, QUANTISATION_VERSION, QUANTISATION_VERSION_KEY, string, unsigned
+from .container import MAGIC
+from .encoding import ggml
+from .layout import FILE_TYPE, FILE_TYPES, QUANTISATION_VERSION, QUANTISATION_VERSION_KEY, sizes, string, unsigned
+from .names import ARCHITECTURE
 from .types import GGML_TYPES
-from .view import ARCHITECTURE, ORIGINAL
+from .view import ORIGINAL
 
 DIFFUSION_PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.", "net.")
 """Prefixes of the diffusion model: none, in a file with other networks, in files of other programs."""
-
-INT32_ENTRY: Final = 5
 
 FP32_VALUES: Final = 1024  # values up to which a tensor is stored in fp32
 ROW_VALUES: Final = 256  # values of a row of a tensor that is stored in another shape
@@ -123,7 +122,7 @@ def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing |
     if name is None or shape[-1] % block:
         return None
     codes = replace(info, dtype=dtype, shape=shape, nbytes=total // block * size, stored=name)
-    return Packing(new_encoding(dtype), codes)
+    return Packing(ggml(dtype, new_scales=True), codes)
 
 
 def empty_header(kind: Diffusion, tensors: Sequence[tuple[str, str, Shape]], shapes: Mapping[str, Shape]) -> bytes:
@@ -139,12 +138,6 @@ def empty_header(kind: Diffusion, tensors: Sequence[tuple[str, str, Shape]], sha
     entries = [
         string(ARCHITECTURE, kind.name), unsigned(QUANTISATION_VERSION_KEY, QUANTISATION_VERSION),
         unsigned(FILE_TYPE, FILE_TYPES[main]),
-        *(_shape(f"{ORIGINAL}{name}", shape) for name, shape in shapes.items()),
+        *(sizes(f"{ORIGINAL}{name}", shape) for name, shape in shapes.items()),
     ]  # fmt: skip
     return MAGIC + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
-
-
-def _shape(key: str, shape: Shape) -> bytes:
-    raw = key.encode()
-    start = struct.pack("<Q", len(raw)) + raw
-    return start + struct.pack(f"<IIQ{len(shape)}i", ARRAY, INT32_ENTRY, len(shape), *shape)

@@ -43,11 +43,14 @@ class Ggml(Encoding):
 
     def as_plain(self, dtype: str) -> Ggml | None:
         """Return the same with plain values of this dtype; None if these are stored as they are."""
-        return _encoding(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
+        return self._of(dtype) if self.head or self.offset else None
 
     def as_type(self, kind: str) -> Ggml:
         """Return the same with new blocks of a type."""
-        return _encoding(kind, self.head, self.cols, self.offset, new_scales=True)
+        return self._of(kind, new_scales=True)
+
+    def _of(self, kind: str, *, new_scales: bool = False) -> Ggml:
+        return ggml(kind, head=self.head, cols=self.cols, offset=self.offset, new_scales=new_scales)
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
@@ -113,31 +116,11 @@ class GgmlGrid(Ggml):
     def _decoded(self, codes: Tensor) -> Tensor:
         from .grids import decode
 
-        return decode(self.kind, codes, self.unit[1])
+        return decode(self.kind, codes)
 
 
-def ggml(kind: str) -> Ggml:
-    """Return the encoding of a type."""
-    return _encoding(kind, 0, 0, 0.0)
-
-
-def new_encoding(kind: str) -> Ggml:
-    """Return the encoding of new blocks of a type."""
-    return _encoding(kind, 0, 0, 0.0, new_scales=True)
-
-
-def permuted(kind: str, head: int, cols: int) -> Ggml:
-    """Return the encoding of a type for q or k of llama: heads of so many rows, of so many values."""
-    return _encoding(kind, head, cols, 0.0)
-
-
-def shifted(kind: str, offset: float) -> Ggml:
-    """Return the encoding of a type with a constant added to every number."""
-    return _encoding(kind, 0, 0, offset)
-
-
-def _encoding(kind: str, head: int, cols: int, offset: float, *, new_scales: bool = False) -> Ggml:
-    """Return one object for each encoding: weights that are stored alike are merged together."""
+def ggml(kind: str, *, head: int = 0, cols: int = 0, offset: float = 0.0, new_scales: bool = False) -> Ggml:
+    """Return the encoding of a type: one object for each, as weights that are stored alike are merged together."""
     unit = GGML_TYPES[kind].unit
     form = GgmlGrid if kind in DECODED_ONLY_TYPES else Ggml
     return form.shared(

@@ -17,6 +17,7 @@ from ..encodings.arithmetic import cached_table
 from ..encodings.base import InvalidPart
 from .bit_layouts import half
 from .grid_points import POINTS
+from .types import GGML_TYPES
 
 SHIFT: Final = 0.125  # of a level, by which IQ1 moves its points up or down
 
@@ -107,9 +108,9 @@ def _points(kind: str) -> Tensor:
     return torch.tensor(POINTS[kind].all(), dtype=torch.float32)
 
 
-def decode(kind: str, raw: Tensor, size: int) -> Tensor:
-    """Return the values of blocks of `size` bytes, flat, in fp32; InvalidPart for scales that are not finite."""
-    block = READERS[kind](raw.reshape(-1, size))
+def decode(kind: str, raw: Tensor) -> Tensor:
+    """Return the values of blocks, flat, in fp32; InvalidPart for scales that are not finite."""
+    block = READERS[kind](raw.reshape(-1, GGML_TYPES[kind].unit[1]))
     if not bool(block.scale.isfinite().all()):
         raise InvalidPart("a scale is not a number")
     values = _points("IQ1_S" if kind == "IQ1_M" else kind)[block.point].flatten(1)

@@ -14,7 +14,7 @@ from ...disk.files import open_regular
 from ...disk.pages import PAGE
 from ...dtypes import Shape
 from ...errors import InputError
-from .container import GGUF_HEADER_LIMIT, MAGIC, PADDING, STRING, GgufContent, aligned, content_of, read_content
+from .container import ARRAY, GGUF_HEADER_LIMIT, MAGIC, PADDING, STRING, GgufContent, aligned, content_of, read_content
 from .types import GGML_TYPES
 
 FILE_TYPE: Final = "general.file_type"
@@ -22,6 +22,8 @@ QUANTISATION_VERSION_KEY: Final = "general.quantization_version"
 QUANTISATION_VERSION: Final = 2  # of ggml's blocks (GGML_QNT_VERSION)
 
 UNSIGNED: Final = 4
+SIGNED: Final = 5
+"""Numbers of the types of whole numbers of 32 bits."""
 
 FILE_TYPES: Final = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12,
@@ -96,6 +98,11 @@ def string(key: str, value: str) -> bytes:
 def unsigned(key: str, value: int) -> bytes:
     """Return the bytes of an entry with a whole number of 32 bits without a sign."""
     return _text(key) + struct.pack("<II", UNSIGNED, value)
+
+
+def sizes(key: str, shape: Shape) -> bytes:
+    """Return the bytes of an entry with the sizes of a shape."""
+    return _text(key) + struct.pack(f"<IIQ{len(shape)}i", ARRAY, SIGNED, len(shape), *shape)
 
 
 def _text(value: str) -> bytes:

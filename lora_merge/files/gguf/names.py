@@ -62,6 +62,8 @@ class Family:
     """The number that is added to the weights of norms."""
 
 
+ARCHITECTURE: Final = "general.architecture"
+
 FAMILIES: Final = MappingProxyType({
     "llama": Family("llama", permuted=True),
     "qwen2": Family("qwen2"),
@@ -70,7 +72,7 @@ FAMILIES: Final = MappingProxyType({
     "gemma3": Family("gemma3_text", GEMMA, norms=1.0),
     "phi3": Family("phi3", PHI),
 })  # fmt: skip
-"""`general.architecture` → what is known of it."""
+"""Value of that entry → what is known of it."""
 
 
 def renamed(name: str, family: Family) -> str:

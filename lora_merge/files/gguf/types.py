@@ -21,10 +21,12 @@ DECODED_ONLY_TYPES: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "I
 """Quantised types that are decoded, never encoded."""
 
 
+DECODED_TYPES: Final = ENCODED_TYPES | DECODED_ONLY_TYPES
+
+
 class GgmlType(NamedTuple):
     """One type. Blocks run along the last axis."""
 
-    name: str
     number: int
     unit: tuple[int, int]  # (elements, bytes) of a block
 
@@ -34,7 +36,7 @@ class GgmlType(NamedTuple):
 
 
 GGML_TYPES: Final = MappingProxyType({
-    name: GgmlType(name, number, (elements, size))
+    name: GgmlType(number, (elements, size))
     for name, number, elements, size in (
         ("F32", 0, 1, 4), ("F16", 1, 1, 2), ("BF16", 30, 1, 2), ("F64", 28, 1, 8),
         ("I8", 24, 1, 1), ("I16", 25, 1, 2), ("I32", 26, 1, 4), ("I64", 27, 1, 8),
@@ -57,5 +59,5 @@ QUANTISED_TYPES: Final = frozenset(name for name, kind in GGML_TYPES.items() if 
 """All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` next to the weight, which
 no format reads (BitNet, NVFP4). https://github.com/ggml-org/llama.cpp src/llama-model.cpp."""
 
-COPIED_TYPES: Final = QUANTISED_TYPES - ENCODED_TYPES - DECODED_ONLY_TYPES
+COPIED_TYPES: Final = QUANTISED_TYPES - DECODED_TYPES
 """Quantised types that are copied only."""

@@ -10,11 +10,9 @@ from typing import Any, Final
 from ...dtypes import Shape, StoredTensor
 from ...errors import InputError
 from ..encodings.base import Packing
-from .encoding import ggml, new_encoding, permuted, shifted
-from .names import FAMILIES, LLAMA_CPP_NAMES, NORM, ROTATED_WEIGHTS, Family, configured, renamed
-from .types import COPIED_TYPES, DECODED_ONLY_TYPES, ENCODED_TYPES, GGML_TYPES
-
-ARCHITECTURE: Final = "general.architecture"
+from .encoding import ggml
+from .names import ARCHITECTURE, FAMILIES, LLAMA_CPP_NAMES, NORM, ROTATED_WEIGHTS, Family, configured, renamed
+from .types import DECODED_TYPES, GGML_TYPES, QUANTISED_TYPES
 
 ORIGINAL: Final = "comfy.gguf.orig_shape."
 """Entries of city96's converter: the shape of a tensor that is stored in rows of 256."""
@@ -62,19 +60,17 @@ def _claimed(
     """Return a tensor by the name and shape that the model knows, and how it is stored; None for plain values."""
     name = renamed(info.name, family) if family else info.name
     shape = _shape(info, values)
-    packing = (
-        Packing(ggml(info.dtype), info) if info.dtype in ENCODED_TYPES | DECODED_ONLY_TYPES | COPIED_TYPES else None
-    )
-    readable = info.dtype in ENCODED_TYPES | DECODED_ONLY_TYPES | UNQUANTISED
+    packing = Packing(ggml(info.dtype), info) if info.dtype in QUANTISED_TYPES else None
+    readable = info.dtype in DECODED_TYPES | UNQUANTISED
     if family and family.permuted and readable and (match := ROTATED_WEIGHTS.fullmatch(info.name)):
         heads = config.get("num_attention_heads" if match[1] == "q" else "num_key_value_heads", 0)
         rows, cols = shape[0] if shape else 0, prod(shape[1:])
         if not heads or not rows or rows % (2 * heads):
             where = f"{info.file}: {info.name} has {rows} rows for {heads} heads"
             raise InputError("the heads of the model do not fit its weights", where, "convert the model again")
-        packing = Packing(permuted(info.dtype, rows // heads, cols), info)
+        packing = Packing(ggml(info.dtype, head=rows // heads, cols=cols), info)
     elif family and family.norms and info.dtype in UNQUANTISED and NORM.fullmatch(info.name):
-        packing = Packing(shifted(info.dtype, family.norms), info)
+        packing = Packing(ggml(info.dtype, offset=family.norms), info)
     if (name, shape) == (info.name, info.shape):
         return info, packing
     return replace(info, name=name, shape=shape, stored=info.name), packing
@@ -101,7 +97,7 @@ def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing
     codes = info if packing is None or packing.codes is None else packing.codes
     if not codes.shape or codes.shape[-1] % GGML_TYPES[kind].unit[0]:
         return None
-    encoding = packing.encoding.as_type(kind) if packing is not None else new_encoding(kind)  # type: ignore[attr-defined]
+    encoding = packing.encoding.as_type(kind) if packing is not None else ggml(kind, new_scales=True)  # type: ignore[attr-defined]
     return Packing(encoding, replace(codes, dtype=kind, nbytes=encoding.nbytes(prod(codes.shape))))
 
 
