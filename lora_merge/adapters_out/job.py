@@ -17,7 +17,7 @@ from ..command import Command, Request, Rows
 from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
 from ..files.checkpoint import MLX_FILE
-from ..files.folder_layouts import FOLDER_CONFIGS
+from ..files.folder_layouts import ADAPTER_CONFIG
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, method_parameters
 from ..models.part_factors import parts
@@ -310,7 +310,7 @@ def _named(job: Job, command: Command, rule: str, folder: Path, ending: str) -> 
 def stays_folder(adapter: Path, output: str | Path | None) -> bool:
     """Return whether the output is a folder of PEFT because the adapter is one, and its name is not that of a file."""
     named = output is not None and not str(output).endswith(FILE)
-    return named and is_file(adapter / FOLDER_CONFIGS[0]) and not is_file(adapter / MLX_FILE)
+    return named and is_file(adapter / ADAPTER_CONFIG) and not is_file(adapter / MLX_FILE)
 
 
 def _computed(value: Any) -> str:

@@ -20,8 +20,11 @@ from ..text import Note, listed, quoted, shown
 from .encodings.base import Packing
 from .file_signatures import begins_with, missing
 from .folder_layouts import (
+    ADAPTER_CONFIG,
     FOLDER_CONFIGS,
+    MODEL_CONFIG,
     PEFT_PREFIX,
+    PIPELINE_CONFIG,
     STEMS,
     Weights,
     choose,
@@ -179,7 +182,7 @@ def configuration(path: Path) -> Path | None:
     path = of_index(path)
     whole = is_folder(path)
     folder = path if whole else path.parent
-    files = [folder / name for name in (FOLDER_CONFIGS if whole else FOLDER_CONFIGS[:1]) if exists(folder / name)]
+    files = [folder / name for name in (FOLDER_CONFIGS if whole else (ADAPTER_CONFIG,)) if exists(folder / name)]
     if whole or not files or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
         return next(iter(files), None)
     return None
@@ -197,14 +200,14 @@ def _is_called_trained(path: Path) -> bool:
 
 def adapter_config(path: Path) -> dict[str, Any]:
     """Return the adapter_config.json of a folder, or of the folder of a file; {} if there is none."""
-    file = (path if is_folder(path) else path.parent) / FOLDER_CONFIGS[0]
+    file = (path if is_folder(path) else path.parent) / ADAPTER_CONFIG
     return read_json(file) if file.is_file() else {}
 
 
 def _model_config(folder: Path) -> Path | None:
     """Return the configuration of the model in a folder, with its weights next to it; None if there is no model."""
-    file = next((folder / name for name in FOLDER_CONFIGS[1:] if exists(folder / name)), None)
-    if file is None or file.name == FOLDER_CONFIGS[1]:
+    file = next((folder / name for name in (PIPELINE_CONFIG, MODEL_CONFIG) if exists(folder / name)), None)
+    if file is None or file.name == PIPELINE_CONFIG:
         return file
     return file if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
 
@@ -225,7 +228,7 @@ def _nonempty(index: Index) -> Index:
 
 def _folder(path: Path, *, adapter: bool = False) -> Index:
     file = configuration(path)
-    if file and file.name == FOLDER_CONFIGS[0] and not adapter:
+    if file and file.name == ADAPTER_CONFIG and not adapter:
         file = _model_config(path) or file
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
@@ -235,7 +238,7 @@ def _folder(path: Path, *, adapter: bool = False) -> Index:
 
 def _indexed(path: Path, shards: Index) -> Index:
     """Return the shards of an index that the user named, with the configuration of their folder."""
-    of_adapter, of_model = path / FOLDER_CONFIGS[0], path / FOLDER_CONFIGS[-1]
+    of_adapter, of_model = path / ADAPTER_CONFIG, path / MODEL_CONFIG
     if of_adapter.is_file() and any(PEFT_PREFIX in key for key in shards.tensors):
         return _peft_shards(path, _read_config(of_adapter), shards)
     return _of_model(path, _read_config(of_model) if of_model.is_file() else {}, shards)
@@ -330,7 +333,7 @@ def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor
     return packing._replace(parts=parts, marks=frozenset(f"{component}.{other}" for other in packing.marks))
 
 
-_KINDS: Final = {"adapter_config.json": _peft, "model_index.json": _pipeline}
+_KINDS: Final = {ADAPTER_CONFIG: _peft, PIPELINE_CONFIG: _pipeline}
 
 
 def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> Index:

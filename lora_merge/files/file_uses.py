@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..paths import WEIGHT_SUFFIXES
 from ..text import Note, listed
 from .checkpoint import Index, read_header
-from .folder_layouts import FOLDER_CONFIGS, is_usual_name
+from .folder_layouts import ADAPTER_CONFIG, MODEL_CONFIG, PIPELINE_CONFIG, is_usual_name
 from .json_files import read_json
 
 Use: TypeAlias = Literal["read", "copied", "left out"]
@@ -195,13 +195,13 @@ def adapter_folder(index: Index) -> Folder:
     read, root = {*index.files, *index.index_files}, index.path
     stems = {path.stem for path in index.files}
     names_of_files = [header.tensors.keys() for header in index.headers.values()]
-    models = any((root / config).exists() for config in FOLDER_CONFIGS[1:])
-    inner = {path.parent for path in listing(root) if path.name == "adapter_config.json"} - {root}
+    models = any((root / config).exists() for config in (PIPELINE_CONFIG, MODEL_CONFIG))
+    inner = {path.parent for path in listing(root) if path.name == ADAPTER_CONFIG} - {root}
     uses = []
     for path in listing(root):
         name, above = path.relative_to(root).as_posix(), [p for p in path.parents if root in p.parents]
         tensors = is_weights(path.name)
-        if path in read or name == "adapter_config.json":
+        if path in read or name == ADAPTER_CONFIG:
             use = FileUse(name, "read")
         elif TRAINER_STATE.fullmatch(path.name) or any(part.name.startswith("global_step") for part in above):
             use = FileUse(name, "left out", OF_TRAINING)

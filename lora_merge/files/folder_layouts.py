@@ -39,7 +39,10 @@ STEMS: Final = (
 PRECISIONS: Final = ("", "fp32", "bf16", "fp16")
 """Variants that hold the same weights, the preferred one first. Variants such as `ema` hold different weights."""
 
-FOLDER_CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # the first that exists is read
+ADAPTER_CONFIG: Final = "adapter_config.json"
+PIPELINE_CONFIG: Final = "model_index.json"
+MODEL_CONFIG: Final = "config.json"
+FOLDER_CONFIGS: Final = (ADAPTER_CONFIG, PIPELINE_CONFIG, MODEL_CONFIG)  # the first that exists is read
 FORMAT_SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt", "gguf")  # the preferred first
 
 _SHARD: Final = r"-(?P<part>\d{5})-of-(?P<parts>\d{5})"

@@ -38,11 +38,6 @@ HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\
 MODEL_CONFIGS: Final = ("config.json", "generation_config.json")
 """Names of the configuration of a model in its own folder."""
 
-ON_QUANTISATION: Final = frozenset((
-    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json", "quanto_qmap.json",
-))  # fmt: skip
-"""Files that only say how the weights are quantised."""
-
 Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
 """Tensor → its shape in the base, () if it was tied to another tensor there, and its shape in the output."""
 

@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import InputError, UsageError
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder
-from ..files.folder_layouts import FOLDER_CONFIGS
+from ..files.folder_layouts import ADAPTER_CONFIG
+from ..files.formats.quantization_config import ON_QUANTISATION
 from ..files.json_files import json_value
-from ..files.side_files import EMBEDDING, ON_QUANTISATION, base_folder
+from ..files.side_files import EMBEDDING, base_folder
 from ..paths import is_split, typed
 from ..text import Note, listed
 from .changes import Matches
@@ -65,7 +66,7 @@ def folder_files(matched: Matches) -> tuple[tuple[Folder, ...], dict[str, Path],
         path = base.path / file.name
         if path in of_adapters:
             uses.append(FileUse(file.name, "read"))
-        elif path.name == FOLDER_CONFIGS[0] and path.parent in within:
+        elif path.name == ADAPTER_CONFIG and path.parent in within:
             uses.append(FileUse(file.name, "left out", MERGED))
         elif unpacked and path.name in ON_QUANTISATION:
             uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))

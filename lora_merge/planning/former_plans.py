@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..errors import MergeError
 from ..facts import Fact, line
-from ..files.folder_layouts import FOLDER_CONFIGS
+from ..files.folder_layouts import ADAPTER_CONFIG
 from ..text import Shown
 from .checkpoint_cache import CheckpointCache
 
@@ -75,4 +75,4 @@ def input_files(path: Path) -> list[Path]:
 
 def is_model(folder: Path) -> bool:
     """Return whether a folder is read as a whole; of an adapter a few files are."""
-    return not (folder / FOLDER_CONFIGS[0]).exists()
+    return not (folder / ADAPTER_CONFIG).exists()

@@ -180,6 +180,12 @@ def _shared(form: type[Any], unit: tuple[int, int], group: int, /, **settings: A
     return form(unit, group, **settings)
 
 
+def whole_bytes(bits: int) -> tuple[int, int]:
+    """Return (n, bytes): the fewest values of so many bits that take whole bytes."""
+    shared = gcd(bits, 8)
+    return 8 // shared, bits // shared
+
+
 def finite(values: Tensor, what: str) -> Tensor:
     """Return values in fp32; InvalidPart if one is not finite. `what`: what they are, for the message."""
     floats = values.float()
@@ -243,6 +249,4 @@ class Plain(Encoding):
 @cache
 def plain(dtype: str) -> Packing:
     """Return the packing of a weight of plain values; one object for each dtype."""
-    bits = ITEM_BITS[dtype]
-    shared = gcd(bits, 8)
-    return Packing(Plain((8 // shared, bits // shared), dtype=dtype))
+    return Packing(Plain(whole_bytes(ITEM_BITS[dtype]), dtype=dtype))

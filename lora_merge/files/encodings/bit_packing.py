@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from .base import whole_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -64,8 +66,8 @@ def from_planes(raw: Tensor, bits: int) -> Tensor:
     if bits in (2, 4):
         places = torch.arange(0, 8, bits, dtype=torch.uint8)
         return (raw[:, None] >> places).bitwise_and_(2**bits - 1).view(-1)
-    whole, packed = {3: (3, 8), 5: (5, 8), 6: (3, 4), 7: (7, 8)}[bits]
-    words = raw.view(-1, whole)
+    packed, size = whole_bytes(bits)
+    words = raw.view(-1, size)
     integers = words.new_zeros(len(words), packed)
     for number, pieces in enumerate(PLANES[bits]):
         for byte, shift, mask, up in pieces:

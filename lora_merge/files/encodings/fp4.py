@@ -25,7 +25,7 @@ from .base import (
     WeightPart,
     end_margin,
 )
-from .scaled_codes import E8M0, SCALE, TILE
+from .scaled_codes import E8M0, SCALE, TILE, tiled_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -270,15 +270,15 @@ def fp4(
         return None
     # The scales must be as many as the shape of the codes asks for.
     *lead, cols = of.shape
-    across, tiles = cols // size, TILE * -(-cols // size // 4) * 4
-    scales = prod(lead[:-1]) * -(-lead[-1] // TILE) * tiles if swizzled else prod(lead) * across
+    across = cols // size
+    scales = prod(lead[:-1]) * prod(tiled_shape(lead[-1], across)) if swizzled else prod(lead) * across
     if cols % size or prod(scale.shape) != scales or (swizzled and len(lead) > 1 and lead[-1] % TILE):
         return None
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
     # So many values are decoded together as share a scale, a row of factors, or a tile of scales.
     kind = "F8_E4M3" if nv else E8M0
-    part = WeightPart(scale, TILE * cols, tiles) if swizzled else WeightPart(scale, size, 1)
+    part = WeightPart(scale, TILE * cols, prod(tiled_shape(TILE, across))) if swizzled else WeightPart(scale, size, 1)
     together = part.group if swizzled else cols if of.pre is not None else size
     encoding = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
                       high_first=high_first, swizzled=swizzled, divided=divided, new_scales=new_scales,

@@ -335,8 +335,8 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     elements, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
     count = matrices * up * across
     if swizzled:
-        elements, scales = TILE * cols, TILE * -(-across // 4) * 4
-        count = matrices * -(-rows // TILE) * scales
+        elements, scales = TILE * cols, prod(tiled_shape(TILE, across))
+        count = matrices * prod(tiled_shape(rows, across))
     zeros = of.zero.dtype if of.zero is not None else ""
     if size != count or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != count)):
         return None
@@ -346,6 +346,11 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
         parts[ZERO] = WeightPart(of.zero, elements, scales)
     encoding = ScaledCodes.shared((1, 1), lcm(elements, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
     return Packing(encoding, of.codes, parts, of.marks)
+
+
+def tiled_shape(rows: int, across: int) -> tuple[int, int]:
+    """Return the shape of scales [rows, across] in cuBLAS's tiles of 128 rows and 4 columns, which are filled up."""
+    return -(-rows // TILE) * TILE, -(-across // 4) * 4
 
 
 def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:

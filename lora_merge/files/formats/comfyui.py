@@ -21,7 +21,7 @@ from ..encodings.codebook import BOOK, ROW_SCALE, Columns, GroupedCodebook
 from ..encodings.expert_stack import one_of, stacked
 from ..encodings.fp4 import WHOLE_SCALE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
-from ..encodings.scaled_codes import E8M0, SCALE, TILE, ZERO, ScaledTensors, scaled
+from ..encodings.scaled_codes import E8M0, SCALE, ZERO, ScaledTensors, scaled, tiled_shape
 from .base import (
     Checkpoint,
     NewWeight,
@@ -287,9 +287,10 @@ def new_int8(weight: StoredTensor) -> NewWeight | None:
 
 def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as fp8 with a power of two for 32 columns."""
-    if weight.shape[0] % 32 or weight.shape[1] % 32:
+    rows, cols = weight.shape
+    if rows % 32 or cols % 32:
         return None
-    scale = new_tensor(weight, "weight_scale", "U8", _tiles(weight, 32))
+    scale = new_tensor(weight, "weight_scale", "U8", tiled_shape(rows, cols // 32))
     of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
     return _with_note(weight, scaled(of, new_scales=True, swizzled=True), {"format": "mxfp8"})
 
@@ -299,13 +300,7 @@ def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
     rows, cols = weight.shape
     if rows % 16 or cols % 16:
         return None
-    scale = new_tensor(weight, "weight_scale", "F8_E4M3", _tiles(weight, 16))
+    scale = new_tensor(weight, "weight_scale", "F8_E4M3", tiled_shape(rows, cols // 16))
     whole = new_tensor(weight, "weight_scale_2", "F32", ())
     of = Fp4Tensors(codes_of(weight, "U8", (rows, cols // 2)), scale, "nvfp4", whole)
     return _with_note(weight, fp4(of, high_first=True, swizzled=True, new_scales=True), {"format": "nvfp4"})
-
-
-def _tiles(weight: StoredTensor, size: int) -> Shape:
-    """Return the shape of scales in cuBLAS's tiles, one for `size` columns."""
-    rows, cols = weight.shape
-    return -(-rows // TILE) * TILE, -(-cols // size // 4) * 4

@@ -7,7 +7,7 @@ https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAW
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...dtypes import StoredTensor
@@ -61,12 +61,16 @@ def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Weigh
     return claimed(codes, Packing(encoding, codes, parts), f"{stem}.weight", (rows, cols))
 
 
-def gptq_section(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section on quantisation by AutoGPTQ's quantize_config.json; {} without one."""
-    return {"quant_method": "gptq", **settings} if isinstance(settings.get("bits"), int) else {}
+def gptq_section(settings: Mapping[str, Any], tensors: Iterable[str]) -> Mapping[str, Any]:
+    """Return the section on quantisation by AutoGPTQ's quantize_config.json; {} without one, or without its tensors."""
+    return {"quant_method": "gptq", **settings} if isinstance(settings.get("bits"), int) and _are_ours(tensors) else {}
 
 
-def awq_section(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section on quantisation by AutoAWQ's quant_config.json; {} without one."""
+def awq_section(settings: Mapping[str, Any], tensors: Iterable[str]) -> Mapping[str, Any]:
+    """Return the section on quantisation by AutoAWQ's quant_config.json; {} without one, or without its tensors."""
     bits = settings.get("w_bit")
-    return {"quant_method": "awq", "bits": bits, **settings} if isinstance(bits, int) else {}
+    return {"quant_method": "awq", "bits": bits, **settings} if isinstance(bits, int) and _are_ours(tensors) else {}
+
+
+def _are_ours(tensors: Iterable[str]) -> bool:
+    return any(name.endswith(".qweight") for name in tensors)

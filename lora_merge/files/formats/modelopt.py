@@ -6,11 +6,11 @@ https://github.com/NVIDIA/Model-Optimizer modelopt/torch/export, modelopt/torch/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from ..encodings.fp4 import Fp4Tensors, fp4
-from ..encodings.scaled_codes import TILE, ScaledTensors, scaled
+from ..encodings.scaled_codes import ScaledTensors, scaled, tiled_shape
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 
@@ -31,7 +31,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
         yield from _nvfp4(checkpoint)
 
 
-def side_section(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def side_section(settings: Mapping[str, Any], _: Iterable[str]) -> Mapping[str, Any]:
     """Return the section on quantisation by hf_quant_config.json; {} without one."""
     inner = settings.get("quantization")
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else {}
@@ -68,4 +68,4 @@ def _row_after_row(checkpoint: Checkpoint) -> bool:
         return False
     scales = [checkpoint.get(stem, "weight_scale") for stem in checkpoint.stems("weight_scale_2")]
     shapes = [s.shape for s in scales if s is not None and s.dtype == "F8_E4M3" and len(s.shape) == 2]
-    return any(rows % TILE or across % 4 for rows, across in shapes)
+    return any(shape != tiled_shape(*shape) for shape in shapes)

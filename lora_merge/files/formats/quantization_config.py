@@ -31,10 +31,14 @@ ACTIVATION_SCALES: Final = ("input_scale", "scale_input", "input_global_scale", 
 CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
 """Last names of scales of the cache of keys and values, and of what attention computes: one number each."""
 
-SIDES: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]]] = MappingProxyType({
+SIDES: Final[Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]]]] = MappingProxyType({
     "hf_quant_config.json": side_section, "quantize_config.json": gptq_section, "quant_config.json": awq_section,
 })  # fmt: skip
-"""Files of ModelOpt, AutoGPTQ and AutoAWQ → the section in their place. Newer releases write one into config.json."""
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ → the section in their place, by their settings and the names of the tensors.
+Newer releases write one into config.json."""
+
+ON_QUANTISATION: Final = frozenset({*SIDES, "quantization_config.json", "quanto_qmap.json"})
+"""Files that only say how the weights are quantised."""
 
 
 def of_cache(tensors: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
@@ -65,10 +69,9 @@ def with_side_file(
 ) -> Mapping[str, Any]:
     """Return the configuration of a folder with the section by a file of `SIDES`, unless it has one.
 
-    `name`, `settings`: of that file. Those of GPTQ and AWQ count only next to their tensors.
+    `name`, `settings`: of that file.
     """
-    left_over = SIDES[name] is not side_section and not any(key.endswith(".qweight") for key in tensors)
-    entries = {} if section(config) or left_over else SIDES[name](settings)
+    entries = {} if section(config) else SIDES[name](settings, tensors)
     return {**config, SECTIONS[0]: entries} if entries else config
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from ...dtypes import ITEM_BYTES, Shape, StoredTensor
 from ...safe_regex import Refused, Steps
 from ..encodings.affine_codes import BIAS, affine
-from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Encoding, Packing, WeightPart
+from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Encoding, Packing, WeightPart, whole_bytes
 from ..encodings.low_rank_sum import LowRankFactors, LowRankSums, with_factors
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled_codes import SCALE, ZERO, ScaledTensors, scaled
@@ -35,9 +35,6 @@ CODED_SCALES: Final = ("scale_2", "scale_zero_point", "zero_point_scale", "zero_
 
 ROTATED: Final = 256
 """Columns that are rotated together at most, where the configuration does not say it."""
-
-PACKED_BYTES: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
-"""Bits of a code → values that are packed together, and their bytes."""
 
 
 class SdnqTensors(NamedTuple):
@@ -173,7 +170,7 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
         return None
     # Channels, and places of the kernel, by the number of the codes.
     (rows, groups), kernel = form, scale.shape[2 + (len(scale.shape) > 2 and scale.shape[1] > 1) :]
-    elements, size = (1, 1) if bits == 8 else PACKED_BYTES[bits]
+    elements, size = whole_bytes(bits)
     places, total = prod(kernel), codes.nbytes // size * elements
     channels = total // (rows * places)
     cols = channels * places
