@@ -34,7 +34,8 @@ class CodedWeight:
 
     def span(self, low: int, high: int) -> tuple[Array, Grid]:
         """Return the values [low, high) of the weight, flat, and their grid."""
-        from .decoders import DECODERS, BadPart, alone  # for encoded weights only
+        from .decoders import decoder  # for encoded weights only
+        from .decoders.codes import BadPart, alone
 
         encoding, _, parts, _ = self.packing
         begin, end = self._around(low, high, encoding.group)
@@ -44,7 +45,7 @@ class CodedWeight:
         if CODES not in raw:
             raw[CODES] = self._codes(start, count)
         try:
-            levels, grid = DECODERS[encoding.name](raw, encoding, start, count)
+            levels, grid = decoder(encoding)(raw, encoding, start, count)
         except BadPart as e:
             codes = self.packing.codes
             assert codes is not None, "a weight of codes has them"

@@ -26,7 +26,7 @@ from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from lora_merge.files.gguf.blocks import BLOCK_KINDS
 from lora_merge.files.gguf.encoding import ggml
 from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, GGML_TYPES
-from lora_merge.proof.decoders import DECODERS
+from lora_merge.proof.decoders import decoder
 from lora_merge.proof.grids import Grid
 from lora_merge.proof.weights import CodedWeight
 from tests.files import quantised_forms
@@ -87,7 +87,7 @@ class Weight(NamedTuple):
 
     def proven(self) -> tuple[Array, Grid]:
         """The numbers, and their grid, by the decoders of the proof."""
-        levels, grid = DECODERS[self.encoding.name](self.raw, self.encoding, 0, self.total)
+        levels, grid = decoder(self.encoding)(self.raw, self.encoding, 0, self.total)
         return grid.value(levels), grid
 
     def rows_alone(self, rows: Array) -> tuple[Array, Grid]:

@@ -15,9 +15,9 @@ from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
 from lora_merge.files.gguf.blocks import BLOCK_KINDS, decode, encode
 from lora_merge.files.gguf.encoding import ggml
 from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, ENCODED_TYPES, GGML_TYPES
-from lora_merge.proof.decoders import BadPart
+from lora_merge.proof.decoders.codes import BadPart
 from lora_merge.proof.decoders.ggml import BLOCK_FORMS, blocks
-from lora_merge.proof.decoders.grids import points
+from lora_merge.proof.decoders.ggml_grids import points
 from tests.kit.gguf_files import SCALES, Array, encoded
 from tests.kit.pairs import examples
 

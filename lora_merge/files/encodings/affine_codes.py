@@ -21,7 +21,6 @@ class Affine(Encoding):
 
     bits: int = 4
     float_dtype: str = "BF16"  # dtype of scales and biases
-    name: ClassVar[str] = "mlx"
     from_zeros: ClassVar[bool] = True
 
     @property

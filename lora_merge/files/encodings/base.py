@@ -87,10 +87,9 @@ class Encoding:
     # be 0, then no window carries the codes, and `CODES` is a part that belongs to the whole weight
     group: int = 1  # consecutive values that are decoded and encoded together; blocks are cut between such groups
 
-    label: str = ""  # for the user, where it is not the name
+    label: str = ""  # the name of the format, for the user
     new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
 
-    name: ClassVar[str] = ""  # by which the proof finds its decoder
     decode_only: ClassVar[str] = ""
     """The reason why new values cannot be stored; "" if they can."""
     fixed: ClassVar[frozenset[str]] = frozenset()
@@ -123,7 +122,7 @@ class Encoding:
     @property
     def title(self) -> str:
         """Name of the format, for the user."""
-        return self.label or self.name
+        return self.label
 
     @property
     def quantised(self) -> bool:
@@ -229,7 +228,6 @@ class Plain(Encoding):
     """Values of a dtype of the container."""
 
     dtype: str = ""
-    name: ClassVar[str] = "plain"
 
     @property
     def title(self) -> str:

@@ -38,7 +38,6 @@ class Aqlm(Encoding):
     wide: bool = False  # whether a code takes two bytes
     float_dtype: str = "F16"  # dtype of the codebooks
     scales: str = "F16"
-    name: ClassVar[str] = "aqlm"
     decode_only: ClassVar[str] = FITTED
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
@@ -61,7 +60,6 @@ class GroupedCodebook(Encoding):
     bits: int = 4
     rotation: int = 256
     kind: str = "F8_E4M3"  # dtype of the scales of groups
-    name: ClassVar[str] = "asym_w4a8_int8"
     decode_only: ClassVar[str] = FITTED
 
     @property
@@ -91,7 +89,6 @@ class Columns(Encoding):
 
     shape: tuple[int, int] = (0, 0)
     scales: str = "BF16"  # dtype of scales and zero points
-    name: ClassVar[str] = "awq_w4a16"
     decode_only: ClassVar[str] = FITTED
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ...dtypes import StoredTensor
 from .base import CODES, DRAW, Encoding, OutOfRange, Packing, PartValues, WeightPart
@@ -18,7 +18,6 @@ class ExpertStack(Encoding):
     """The values of another encoding, matrix after matrix; `group` is the size of one."""
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
-    name: ClassVar[str] = "stacked"
 
     @property
     def block_of_scale(self) -> tuple[int, int]:

@@ -54,7 +54,6 @@ class Fp4(Encoding):
     divided: bool = False  # whether the scale of the whole weight is a divisor
     turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 if it is the matrix itself
     inputs: str = ""  # dtype of the factors of the inputs; "" without them
-    name: ClassVar[str] = "fp4"
     fixed: ClassVar[frozenset[str]] = frozenset((PRE,))
     from_zeros: ClassVar[bool] = True
 

@@ -31,7 +31,6 @@ class LowRank(Encoding):
     rank: int = 0  # 0 without a product
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     factors: str = "F32"  # dtype of the factors
-    name: ClassVar[str] = "low_rank"
     from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((UP, DOWN))
 
@@ -75,7 +74,6 @@ class LowRankSums(Encoding):
     rotation: int = 0
     scales: str = "F32"
     factors: str = "F32"
-    name: ClassVar[str] = "sdnq"
     decode_only: ClassVar[str] = "that is done for matrices of 8, 4 and 2 bits alone"
 
     @property

@@ -51,7 +51,6 @@ class PackedInts(Encoding):
     scales: str = "F32"  # dtype of the scales
     signed: bool = False  # whether codes are stored in two's complement, and the lowest one is not used
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
-    name: ClassVar[str] = "packed_ints"
     from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((ORDER,))
 
@@ -211,7 +210,6 @@ class TransposedInts(Encoding):
     along_rows: bool = False  # AWQ: packed along the second axis of what is stored
     scales: str = "F16"  # dtype of the scales
     plus_one: bool = False  # whether zero points are stored less one
-    name: ClassVar[str] = "gptq"
     decode_only: ClassVar[str] = "its grid was chosen with calibration data"
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
@@ -250,7 +248,6 @@ class SharedByteInts(Encoding):
     high_first: bool = False  # whether the first part is in the highest bits, and zero points are in units of codes
     scales: str = "F32"
     zeros: str = "F32"
-    name: ClassVar[str] = "halves"
     decode_only: ClassVar[str] = "rows that are far apart share its bytes"
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:

@@ -69,7 +69,6 @@ class ScaledCodes(Encoding):
     ends: tuple[int, int] = (-128, 127)  # the smallest and the largest code of whole numbers
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
-    name: ClassVar[str] = "scaled"
     from_zeros: ClassVar[bool] = True
 
     @property

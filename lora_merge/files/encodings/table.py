@@ -29,7 +29,6 @@ class TableCodes(Encoding):
     size: int = 64  # values with one scale
     nested: int = 0  # scales with one scale; 0 without double quantisation
     offset: float = 0.0
-    name: ClassVar[str] = "bnb4"
     fixed: ClassVar[frozenset[str]] = frozenset((MAP, NESTED_MAP))
     from_zeros: ClassVar[bool] = True
 
@@ -123,7 +122,6 @@ class Fnuz(Encoding):
     """Values of one of these dtypes."""
 
     dtype: str = ""
-    name: ClassVar[str] = "fnuz"
     decode_only: ClassVar[str] = "only some AMD devices have these values"
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:

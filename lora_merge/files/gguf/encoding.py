@@ -28,7 +28,6 @@ class Ggml(Encoding):
     """Values in a row; 0 without heads."""
     offset: float = 0.0
     """The number that is added to every number in the file."""
-    name: ClassVar[str] = "ggml"
     from_zeros: ClassVar[bool] = True
 
     @property
@@ -109,7 +108,6 @@ class Ggml(Encoding):
 class GgmlGrid(Ggml):
     """Points of a grid; read, never written."""
 
-    name: ClassVar[str] = "ggml_grids"
     from_zeros: ClassVar[bool] = False
     decode_only: ClassVar[str] = "its points were chosen with an importance matrix"
 

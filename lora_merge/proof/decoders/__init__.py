@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -10,35 +11,27 @@ import numpy as np
 
 from ..grids import Grid, joined
 from ..reference.floats import Array
-from .codes import (
-    BadPart,
-    Decoder,
-    alone,
-    aqlm,
-    bnb4,
-    bytes_of_fnuz,
-    columns,
-    fp4,
-    grouped,
-    halves,
-    low_rank,
-    packed_ints,
-    scaled,
-    streams,
-    sums,
-    transposed,
-)
-from .ggml import blocks
-from .grids import points
+from . import codes, ggml, ggml_grids
+from .codes import Decoder, product, turned
+
+
+def decoder(encoding: Any) -> Decoder:
+    """Return the decoder of an encoding."""
+    return DECODERS[type(encoding).__name__]
 
 
 def _low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
-    return low_rank(raw, encoding, first, count, DECODERS[encoding.inner.name])
+    """Return the codes of another encoding, with a product of two factors as a shift."""
+    levels, grid = decoder(encoding.inner)(raw, encoding.inner, first, count)
+    shift, size = product(raw, encoding)
+    spread = grid.scale if np.ndim(grid.scale) else np.full(count, float(grid.scale))
+    return levels, replace(grid, scale=spread, shift=grid.shift + shift, terms=np.abs(grid.shift) + size,
+                           turn=turned(encoding.rotation))  # fmt: skip
 
 
-def _stacked(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+def _expert_stack(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return matrices that are stored one by one."""
-    matrices, inner = count // encoding.group, DECODERS[encoding.inner.name]
+    matrices, inner = count // encoding.group, decoder(encoding.inner)
     decoded = []
     for n in range(matrices):
         parts = {}
@@ -50,23 +43,10 @@ def _stacked(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple
 
 
 DECODERS: Final[Mapping[str, Decoder]] = MappingProxyType({
-    "aqlm": aqlm,
-    "asym_w4a8_int8": grouped,
-    "awq_w4a16": columns,
-    "bnb4": bnb4,
-    "gptq": transposed,
-    "fnuz": bytes_of_fnuz,
-    "fp4": fp4,
-    "packed_ints": packed_ints,
-    "scaled": scaled,
-    "ggml": blocks,
-    "ggml_grids": points,
-    "halves": halves,
-    "mlx": streams,
-    "low_rank": _low_rank,
-    "stacked": _stacked,
-    "sdnq": sums,
+    "Affine": codes.affine, "Aqlm": codes.aqlm, "Columns": codes.columns, "ExpertStack": _expert_stack,
+    "Fnuz": codes.fnuz, "Fp4": codes.fp4, "Ggml": ggml.blocks, "GgmlGrid": ggml_grids.points,
+    "GroupedCodebook": codes.grouped_codebook, "LowRank": _low_rank, "LowRankSums": codes.low_rank_sums,
+    "PackedInts": codes.packed_ints, "ScaledCodes": codes.scaled_codes, "SharedByteInts": codes.shared_byte_ints,
+    "TableCodes": codes.table_codes, "TransposedInts": codes.transposed_ints,
 })  # fmt: skip
-"""Codec → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""
-
-__all__ = ["DECODERS", "BadPart", "alone"]
+"""Class of an encoding → function (bytes by role, encoding, first number, count) → (levels, grid), flat."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
@@ -12,8 +11,8 @@ import numpy as np
 from ..grids import Floats, Grid, LevelTable
 from ..reference.floats import Array, decode
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-E2M1_LEVELS = LevelTable(E2M1)
+E2M1: Final[Array] = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1_LEVELS: Final = LevelTable(E2M1)
 
 Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
 
@@ -61,9 +60,9 @@ def spread(scales: Array, shape: tuple[int, int], block: tuple[int, int], span: 
 def alone(encoding: Any) -> int:
     """Return how many of the consecutive values that share parts with others can be decoded without the codes of the
     others."""
-    if encoding.name == "scaled" and encoding.block[0]:
+    if type(encoding).__name__ == "ScaledCodes" and encoding.block[0]:
         row = encoding.shape[1]
-    elif encoding.name == "fp4" and not encoding.turned:
+    elif type(encoding).__name__ == "Fp4" and not encoding.turned:
         row = encoding.cols
     else:
         return int(encoding.group)
@@ -82,14 +81,14 @@ def turned(size: int) -> Any:
 
 
 @cache
-def _integers(ends: tuple[int, int]) -> LevelTable:
-    return LevelTable(np.arange(ends[0], ends[1] + 1))
+def _integers(lowest: int, highest: int) -> LevelTable:
+    return LevelTable(np.arange(lowest, highest + 1))
 
 
-def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+def scaled_codes(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return fp8 values or whole numbers, with scales for the weight, its rows or its blocks."""
     levels = decode(raw["codes"], encoding.dtype).astype(np.float64, copy=False)
-    grid = _integers(encoding.ends) if encoding.dtype == "I8" else Floats(encoding.dtype)
+    grid = _integers(*encoding.ends) if encoding.dtype == "I8" else Floats(encoding.dtype)
     scale = scales(raw["scale"], encoding.kind) * encoding.factor
     if not encoding.block[0]:
         return levels, Grid(grid, float(scale[0]))
@@ -100,7 +99,7 @@ def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     return levels, Grid(grid, scale, shift, turned(encoding.rotation))
 
 
-def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
+def fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
     """Return fp8 values without a negative zero."""
     return decode(raw["codes"], encoding.dtype).astype(np.float64), Grid(Floats(encoding.dtype))
 
@@ -115,9 +114,7 @@ def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
 def fp4(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return e2m1 values with scales of blocks and of the whole weight."""
     levels = nibbles(raw["codes"], E2M1, high_first=encoding.high_first)
-    factors = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
-    if not (np.isfinite(factors) & (factors >= 0)).all():
-        raise BadPart("a scale is negative or not a number")
+    factors = scales(raw["scale"], encoding.kind)
     if "whole" in raw:
         (whole,) = scales(raw["whole"], "F32")
         if encoding.divided and not whole:
@@ -150,7 +147,7 @@ def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tu
         words = np.frombuffer(raw["zero"], np.uint8).reshape(-1, across, 4).transpose(1, 0, 2).reshape(across, -1)
         zero = _unpacked(words, bits, dense=encoding.dense).T[:rows, column] - half
         shift = (-zero * scale).reshape(-1)
-    grid = LevelTable(np.arange(-half + encoding.signed, half))
+    grid = _integers(-half + encoding.signed, half - 1)
     return levels.reshape(-1).astype(np.float64), Grid(grid, scale.reshape(-1), shift, turned(encoding.rotation))
 
 
@@ -163,7 +160,7 @@ def _unpacked(rows: Any, bits: int, *, dense: bool) -> Array:
     return np.asarray(used.reshape(len(rows), -1, bits) @ (1 << np.arange(bits)))
 
 
-def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+def table_codes(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return values of a table of 16, with scales of blocks of the flat weight, which may be codes themselves."""
     table = decode(raw["map"], "F32")
     scale = decode(raw["absmax"], "U8" if encoding.nested else "F32")
@@ -178,7 +175,7 @@ def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
     return levels, Grid(LevelTable(table), scale[np.arange(count) // encoding.size])
 
 
-def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+def transposed_ints(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return the numbers of rows of the weight, which are columns of what is stored."""
     bits, (rows, cols) = encoding.bits, encoding.shape
     each, mask = 32 // bits, 2**bits - 1
@@ -199,10 +196,10 @@ def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) ->
         zero = _unpacked(of_groups, bits, dense=True)[group, row] + int(encoding.plus_one)
     spread = np.broadcast_to(scale[group, row], level.shape).reshape(-1)
     levels = (level - zero).reshape(-1).astype(np.float64)
-    return levels, Grid(LevelTable(np.arange(-mask - 1, mask + 1)), spread)
+    return levels, Grid(_integers(-mask - 1, mask), spread)
 
 
-def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
+def shared_byte_ints(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return whole numbers whose matrix of groups is stored in parts of rows, each in other bits of the same bytes."""
     data, bits, cols = np.frombuffer(raw["codes"], np.uint8).reshape(-1, encoding.cols), encoding.bits, encoding.cols
     shifts = range(8 - bits, -1, -bits) if encoding.high_first else range(0, 8, bits)
@@ -214,7 +211,7 @@ def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     group = number % cols if encoding.across else number // cols
     shift = -zero * scale if encoding.high_first else -zero
     values = levels.ravel()[first : first + count].astype(np.float64)
-    return values, Grid(LevelTable(np.arange(2**bits)), scale[group], shift[group])
+    return values, Grid(_integers(0, 2**bits - 1), scale[group], shift[group])
 
 
 def _finite(raw: Mapping[str, Any], role: str, dtype: str) -> Array:
@@ -235,7 +232,7 @@ def aqlm(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
     return values.ravel() * np.repeat(scale, encoding.cols), Grid(Floats("F32"))
 
 
-def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+def grouped_codebook(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return whole numbers that levels and scales of groups give, with scales of rows."""
     data = np.frombuffer(raw["codes"], np.uint8).reshape(count // encoding.cols, -1)
     plane = encoding.cols // 2
@@ -247,7 +244,7 @@ def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     group = np.repeat(_finite(raw, "scale", encoding.kind), encoding.size)
     whole = np.rint(np.clip((level[codes] * group).astype(np.float32), -127, 127)).astype(np.float64)
     row = np.repeat(_finite(raw, "row", "F32"), encoding.cols)
-    return whole, Grid(LevelTable(np.arange(-127, 128)), row, 0.0, turned(encoding.rotation))
+    return whole, Grid(_integers(-127, 127), row, 0.0, turned(encoding.rotation))
 
 
 def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -257,7 +254,7 @@ def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tu
     row, column = np.divmod(np.arange(first, first + count), cols)
     group = column // (cols // len(scale))
     levels = nibbles(raw["codes"], np.arange(-8.0, 8.0), high_first=False)
-    return levels, Grid(LevelTable(np.arange(-8, 8)), scale[group, row], zero[group, row])
+    return levels, Grid(_integers(-8, 7), scale[group, row], zero[group, row])
 
 
 def _packed(raw: Any, bits: int) -> Array:
@@ -268,16 +265,7 @@ def _packed(raw: Any, bits: int) -> Array:
     return np.asarray(bits_of[:, np.array([list(p) for p in places])] @ (1 << np.arange(bits))).reshape(-1)
 
 
-def low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int, inner: Decoder) -> tuple[Array, Grid]:
-    """Return the codes of another encoding, which `inner` decodes, with a product of two factors as a shift."""
-    levels, grid = inner(raw, encoding.inner, first, count)
-    product, size = _product(raw, encoding)
-    spread = grid.scale if np.ndim(grid.scale) else np.full(count, float(grid.scale))
-    return levels, replace(grid, scale=spread, shift=grid.shift + product, terms=np.abs(grid.shift) + size,
-                           turn=turned(encoding.rotation))  # fmt: skip
-
-
-def _product(raw: Mapping[str, Any], encoding: Any) -> tuple[Any, Any]:
+def product(raw: Mapping[str, Any], encoding: Any) -> tuple[Any, Any]:
     """Return the product of the factors, flat, and the sum of its terms' magnitudes; zeros without factors."""
     if not encoding.rank:
         return 0.0, 0.0
@@ -286,7 +274,7 @@ def _product(raw: Mapping[str, Any], encoding: Any) -> tuple[Any, Any]:
     return (up @ down).reshape(-1), (np.abs(up) @ np.abs(down)).reshape(-1)
 
 
-def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+def low_rank_sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return codes, with their scales, and the zero points and the low-rank part as a shift."""
     groups, wide, places = encoding.shape
     cols = groups * wide * places
@@ -301,12 +289,14 @@ def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
         return np.broadcast_to(values, (rows, groups, wide, places)).reshape(-1)
 
     shift = spread("zero") if "zero" in raw else np.zeros(count)
-    product, size = _product(raw, encoding)
-    grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else LevelTable(np.arange(-128, 256))
-    return levels, Grid(grid, spread("scale"), shift + product, turned(encoding.rotation), np.abs(shift) + size)
+    product_of_factors, size = product(raw, encoding)
+    grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else _integers(-128, 255)
+    return levels, Grid(
+        grid, spread("scale"), shift + product_of_factors, turned(encoding.rotation), np.abs(shift) + size
+    )
 
 
-def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
+def affine(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return whole numbers, with their scales and biases."""
     bits = np.unpackbits(np.frombuffer(raw["codes"], np.uint8), bitorder="little").reshape(count, encoding.bits)
     levels = bits @ (1 << np.arange(encoding.bits))
@@ -314,4 +304,4 @@ def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     if not (np.isfinite(scale) & np.isfinite(bias)).all():
         raise BadPart("a scale or a bias is not a finite number")
     group = np.arange(count) // encoding.group
-    return levels.astype(np.float64), Grid(LevelTable(np.arange(2**encoding.bits)), scale[group], bias[group])
+    return levels.astype(np.float64), Grid(_integers(0, 2**encoding.bits - 1), scale[group], bias[group])

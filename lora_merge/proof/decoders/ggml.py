@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -11,10 +11,9 @@ import numpy as np
 
 from ..grids import Floats, Grid, LevelTable
 from ..reference.floats import Array, decode
-from .codes import BadPart
-from .grids import ordered
+from .codes import E2M1, BadPart
+from .ggml_grids import ordered
 
-E2M1: Final = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 LEVELS_OF_FOUR_BITS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 Field = tuple[int, int, int]
@@ -27,8 +26,9 @@ class BlockForm(NamedTuple):
     elements: int
     size: int
     code: Callable[[int], tuple[Field, ...]]  # the lowest bits first
-    levels: tuple[float, ...]  # by code
-    scales: Callable[[Array], tuple[Array, Array]]  # blocks → (scale, shift), [blocks, parts]
+    levels: Sequence[float] | Array  # by code
+    scales: Callable[[Array], Array]  # blocks → scales, [blocks, parts]
+    shifts: Callable[[Array], Array] | None = None  # blocks → what is added, [blocks, parts]
     codes: Callable[[Array], Array] | None = None  # blocks → all codes, where they are no fields of bits
 
 
@@ -54,31 +54,20 @@ def _joined_bits(raw: Array, codes: list[tuple[Field, ...]]) -> Array:
     return joined
 
 
-def _d(raw: Array) -> tuple[Array, Array]:
-    d = _half(raw, 0)
-    return d, np.zeros_like(d)
+def _f16(at: int) -> Callable[[Array], Array]:
+    return lambda raw: _half(raw, at)
 
 
-def _d_and_m(raw: Array) -> tuple[Array, Array]:
-    return _half(raw, 0), _half(raw, 2)
-
-
-def _power(raw: Array) -> tuple[Array, Array]:
+def _power(raw: Array) -> Array:
     if (raw[:, 0] == 255).any():
         raise BadPart("a scale is not a number")
-    d = np.ldexp(1.0, raw[:, :1].astype(np.int64) - 127)
-    return d, np.zeros_like(d)
+    return np.ldexp(1.0, raw[:, :1].astype(np.int64) - 127)
 
 
-def _fp8(raw: Array) -> tuple[Array, Array]:
+def _fp8(raw: Array) -> Array:
     if (raw[:, :4] > 0x7E).any():
         raise BadPart("a scale is not a number")
-    d = decode(np.ascontiguousarray(raw[:, :4]).tobytes(), "F8_E4M3").reshape(-1, 4)
-    return d, np.zeros_like(d)
-
-
-def _last(at: int) -> Callable[[Array], tuple[Array, Array]]:
-    return lambda raw: (_half(raw, at), np.zeros((len(raw), 1)))
+    return decode(np.ascontiguousarray(raw[:, :4]).tobytes(), "F8_E4M3").reshape(-1, 4)
 
 
 def _trits(raw: Array) -> Array:
@@ -92,33 +81,36 @@ def _trits(raw: Array) -> Array:
     return np.concatenate(digits, axis=1)
 
 
-def _six_bits(raw: Array) -> tuple[Array, Array]:
-    b = 4  # the first byte of the scales
-    sc = tuple(((b + j, 0, 6),) if j < 4 else ((b + j + 4, 0, 4), (b + j - 4, 6, 2)) for j in range(8))
-    mn = tuple(((b + j + 4, 0, 6),) if j < 4 else ((b + j + 4, 4, 4), (b + j, 6, 2)) for j in range(8))
-    return _half(raw, 0) * _small(raw, sc), -_half(raw, 2) * _small(raw, mn)
+def _six_bits(raw: Array) -> Array:
+    sc = tuple(((4 + j, 0, 6),) if j < 4 else ((8 + j, 0, 4), (j, 6, 2)) for j in range(8))
+    return _half(raw, 0) * _small(raw, sc)
 
 
-def _four_bits(raw: Array) -> tuple[Array, Array]:
-    sc, mn = (tuple(((j, shift, 4),) for j in range(16)) for shift in (0, 4))
-    return _half(raw, 80) * _small(raw, sc), -_half(raw, 82) * _small(raw, mn)
+def _six_bit_minima(raw: Array) -> Array:
+    mn = tuple(((8 + j, 0, 6),) if j < 4 else ((8 + j, 4, 4), (4 + j, 6, 2)) for j in range(8))
+    return -_half(raw, 2) * _small(raw, mn)
 
 
-def _q3(raw: Array) -> tuple[Array, Array]:
+def _four_bits(raw: Array) -> Array:
+    return _half(raw, 80) * _small(raw, tuple(((j, 0, 4),) for j in range(16)))
+
+
+def _four_bit_minima(raw: Array) -> Array:
+    return -_half(raw, 82) * _small(raw, tuple(((j, 4, 4),) for j in range(16)))
+
+
+def _q3(raw: Array) -> Array:
     sc = tuple(((96 + j % 8, 4 * (j // 8), 4), (104 + j % 4, 2 * (j // 4), 2)) for j in range(16))
-    scale = _half(raw, 108) * (_small(raw, sc) - 32)
-    return scale, np.zeros_like(scale)
+    return np.asarray(_half(raw, 108) * (_small(raw, sc) - 32))
 
 
-def _q6(raw: Array) -> tuple[Array, Array]:
-    scale = _half(raw, 208) * np.ascontiguousarray(raw[:, 192:208]).view(np.int8)
-    return scale, np.zeros_like(scale)
+def _q6(raw: Array) -> Array:
+    return _half(raw, 208) * np.ascontiguousarray(raw[:, 192:208]).view(np.int8)
 
 
-def _iq4(raw: Array) -> tuple[Array, Array]:
+def _iq4(raw: Array) -> Array:
     sc = tuple(((4 + j // 2, 4 * (j % 2), 4), (2 + j // 4, 2 * (j % 4), 2)) for j in range(8))
-    scale = _half(raw, 0) * (_small(raw, sc) - 32)
-    return scale, np.zeros_like(scale)
+    return np.asarray(_half(raw, 0) * (_small(raw, sc) - 32))
 
 
 def _nibble(start: int) -> Callable[[int], tuple[Field, ...]]:
@@ -134,34 +126,30 @@ def _count(first: int, codes: int) -> tuple[float, ...]:
 
 
 BLOCK_FORMS: Final[Mapping[str, BlockForm]] = MappingProxyType({
-    "Q4_0": BlockForm(32, 18, _nibble(2), _count(-8, 16), _d),
-    "Q4_1": BlockForm(32, 20, _nibble(4), _count(0, 16), _d_and_m),
-    "Q5_0": BlockForm(32, 22, _fifth(6, 2), _count(-16, 32), _d),
-    "Q5_1": BlockForm(32, 24, _fifth(8, 4), _count(0, 32), _d_and_m),
-    "Q8_0": BlockForm(32, 34, lambda i: ((2 + i, 0, 8),), (*_count(0, 128), *_count(-128, 128)), _d),
+    "Q4_0": BlockForm(32, 18, _nibble(2), _count(-8, 16), _f16(0)),
+    "Q4_1": BlockForm(32, 20, _nibble(4), _count(0, 16), _f16(0), _f16(2)),
+    "Q5_0": BlockForm(32, 22, _fifth(6, 2), _count(-16, 32), _f16(0)),
+    "Q5_1": BlockForm(32, 24, _fifth(8, 4), _count(0, 32), _f16(0), _f16(2)),
+    "Q8_0": BlockForm(32, 34, lambda i: ((2 + i, 0, 8),), (*_count(0, 128), *_count(-128, 128)), _f16(0)),
     "Q2_K": BlockForm(256, 84, lambda i: ((16 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(0, 4),
-                 _four_bits),
-    "Q3_K": BlockForm(256, 110,
-                      lambda i: ((32 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2), (i % 32, i // 32, 1)),
-                 _count(-4, 8), _q3),
+                      _four_bits, _four_bit_minima),
+    "Q3_K": BlockForm(256, 110, lambda i: ((32 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),
+                                           (i % 32, i // 32, 1)), _count(-4, 8), _q3),
     "Q4_K": BlockForm(256, 144, lambda i: ((16 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4),), _count(0, 16),
-                 _six_bits),
-    "Q5_K": BlockForm(256, 176,
-                      lambda i: ((48 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4), (16 + i % 32, i // 32, 1)),
-                 _count(0, 32), _six_bits),
+                      _six_bits, _six_bit_minima),
+    "Q5_K": BlockForm(256, 176, lambda i: ((48 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4),
+                                           (16 + i % 32, i // 32, 1)), _count(0, 32), _six_bits, _six_bit_minima),
     "Q6_K": BlockForm(256, 210, lambda i: ((64 * (i // 128) + i % 64, 4 * (i % 128 // 64), 4),
-                                      (128 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2)), _count(-32, 64), _q6),
-    "IQ4_NL": BlockForm(32, 18, _nibble(2), LEVELS_OF_FOUR_BITS, _d),
+                                           (128 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2)),
+                      _count(-32, 64), _q6),
+    "IQ4_NL": BlockForm(32, 18, _nibble(2), LEVELS_OF_FOUR_BITS, _f16(0)),
     "IQ4_XS": BlockForm(256, 136, lambda i: ((8 + 16 * (i // 32) + i % 16, 4 * (i % 32 // 16), 4),),
-                        LEVELS_OF_FOUR_BITS,
-                   _iq4),
-    "MXFP4": BlockForm(32, 17, _nibble(1), (*E2M1, *(-n for n in E2M1)), _power),
-    "NVFP4": BlockForm(64, 36, lambda i: ((4 + 8 * (i // 16) + i % 8, 4 * (i % 16 // 8), 4),),
-                       (*E2M1, *(-n for n in E2M1)),
-                  _fp8),
-    "TQ1_0": BlockForm(256, 54, lambda _: (), _count(-1, 3), _last(52), _trits),
+                        LEVELS_OF_FOUR_BITS, _iq4),
+    "MXFP4": BlockForm(32, 17, _nibble(1), E2M1, _power),
+    "NVFP4": BlockForm(64, 36, lambda i: ((4 + 8 * (i // 16) + i % 8, 4 * (i % 16 // 8), 4),), E2M1, _fp8),
+    "TQ1_0": BlockForm(256, 54, lambda _: (), _count(-1, 3), _f16(52), codes=_trits),
     "TQ2_0": BlockForm(256, 66, lambda i: ((32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(-1, 4),
-                       _last(64)),
+                       _f16(64)),
 })  # fmt: skip
 
 
@@ -185,6 +173,9 @@ def blocks(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Arra
     data = np.frombuffer(raw["codes"], np.uint8).reshape(-1, form.size)
     codes = form.codes(data) if form.codes else _joined_bits(data, _codes(kind))
     levels = np.array(form.levels)[codes].ravel()
-    scale, shift = (np.repeat(part, form.elements // part.shape[1], axis=1).ravel() for part in form.scales(data))
-    grid = Grid(_table(kind), ordered(scale, encoding), ordered(shift, encoding) - encoding.offset)
-    return ordered(levels, encoding), grid
+
+    def spread(part: Array) -> Array:
+        return ordered(np.repeat(part, form.elements // part.shape[1], axis=1).ravel(), encoding)
+
+    shift = spread(form.shifts(data)) if form.shifts else 0.0
+    return ordered(levels, encoding), Grid(_table(kind), spread(form.scales(data)), shift - encoding.offset)

@@ -1,7 +1,7 @@
 """The changes of an adapter to a base, by the second reading: module → rows of the base, formula, scale, strength.
 
-`claims` reads the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is
-not certain are left out. Every claim must be what the plan says (comparison.py).
+Read are the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is not
+certain are left out. Every claim must be what the plan says (comparison.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from ...dtypes import FLOATS, StoredTensor
 from .formulas import fits, kind_of, square_experts, variant
 from .methods import METHOD_ROWS, VECTOR, ModuleFacts
-from .modules import NUMBER_ROLES, Group, groups, shapes
+from .modules import NUMBER_ROLES, Group, groups
 from .rows import PEFT_PREFIX, Networks, WeightPlace, reordered, rows_of
 from .scales import ModuleScales
 
@@ -95,6 +95,11 @@ class BaseHeader:
         """Whether some of its layers may share a weight that is stored once."""
         return bool(self.config.get("architectures")) and self.config.get("tie_word_embeddings") is not False
 
+    @property
+    def is_in_out(self) -> bool:
+        """Whether every layer of this type of model with a name of CONV1D is [in, out]."""
+        return str(self.config.get("model_type")) in IN_OUT_MODELS
+
     @cached_property
     def in_out_names(self) -> frozenset[str]:
         """Last names of layers of which one is certainly [in, out]: its bias is as long as its second axis."""
@@ -106,124 +111,207 @@ class BaseHeader:
         return frozenset(names)
 
 
-def claims(
-    tensors: Mapping[str, StoredTensor],
-    scales: ModuleScales,
-    base: BaseHeader,
-    strength: Strength,
-    copies: Collection[str] = (),
-) -> Iterator[ModuleClaim]:
-    """Yield what is certain of an adapter's modules; modules that claim the same place are left out, but for those
-    whose tensors are all among `copies`, the names of tensors that the plan takes for copies of others."""
-    uncertain = _uncertain_prefix(tensors, base)
-    certain = [g for g in groups(tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
-    read = [replace(group, kind=variant(group, scales)) for group in certain]
-    yield from _experts(read, scales, base, strength, copies)
-    yield from _tokens(tensors, scales, base, strength)
-    placed = ((group, _place(group, read, base)) for group in read)
-    pairs = [(g, p) for g, place in placed if place is not None and (p := _ordered(g, place, scales, base)) is not None]
-    if any(_is_stored_in_out(group, place) for group, place in pairs):  # then a square weight may, too
-        pairs = [(g, p) for g, p in pairs if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
-    taken = Counter((_family(group.kind), place.rows) for group, place in pairs if not _is_copy(group, copies))
-    has_copies = any(BASE_COPY in name for name in tensors)
-    vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
-    for group, place in pairs:
-        claim = _claim(group, place, scales, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
-        if claim is not None and claim.kind in STARTED and has_copies:
-            continue  # a stored copy may lack the start already, and be taken for the base: the plan compares them
-        if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
-            continue
-        if claim is not None and group.kind in METHOD_ROWS:
-            claim = _of_method(claim, group, place, scales, tensors)
-        if claim is not None:
-            yield claim
+@dataclass(frozen=True)
+class AdapterClaims:
+    """The changes of one adapter to a base. `copies`: names of tensors that the plan takes for copies of others."""
 
+    tensors: Mapping[str, StoredTensor]
+    scales: ModuleScales
+    base: BaseHeader
+    strength: Strength
+    copies: Collection[str] = ()
 
-def _tokens(
-    tensors: Mapping[str, StoredTensor], scales: ModuleScales, base: BaseHeader, strength: Strength
-) -> Iterator[ModuleClaim]:
-    """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
-    added = [info for info in tensors.values() if info.name.endswith(TOKENS_DELTA)]
-    others = [
-        n for n in tensors if added and not n.endswith(TOKENS_DELTA) and not {*TIED_LAYERS}.isdisjoint(n.split("."))
-    ]
-    layers = [n.rpartition(".")[0] for n, t in base.tensors.items() if added and len(t.shape) == 2]
-    tables = [layer for layer in layers if layer.rpartition(".")[2] in TIED_LAYERS]
-    for info in () if base.ties and (others or len(tables) > 1) else added:
-        stem = info.name.removesuffix(TOKENS_DELTA).removesuffix(".token_adapter")
-        place = base.places.find(stem, "weight")
-        if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
-            (row,), factor = place.rows, strength(place.rows[0].key, place.network)
-            runs = scales.tokens(stem, info.shape[0], row.stop) if factor is not None and row.start == 0 else []
-            spans = {
-                TargetRows(row.key, a, b, row.cols, transposed=False, first=at): factor for a, b, at in runs if factor
-            }
-            if runs:
-                yield ModuleClaim(stem, "set", {"diff": info.name}, spans, 1.0)
+    def certain(self) -> Iterator[ModuleClaim]:
+        """Yield what is certain of the adapter's modules; modules that claim the same place are left out, but for those
+        that are copies."""
+        uncertain = self._uncertain_prefix()
+        groups_of = [g for g in groups(self.tensors.values()) if not (uncertain and g.stem.startswith(uncertain))]
+        read = [replace(group, kind=variant(group, self.scales)) for group in groups_of]
+        yield from self._experts(read)
+        yield from self._tokens()
+        placed = ((group, self._place(group, read)) for group in read)
+        pairs = [(g, p) for g, place in placed if place is not None and (p := self._ordered(g, place)) is not None]
+        if any(_is_stored_in_out(group, place) for group, place in pairs):  # then a square weight may, too
+            pairs = [
+                (g, p) for g, p in pairs if self.base.is_in_out or not (fits(g, p.shape) and fits(g, p.shape[::-1]))
+            ]
+        taken = Counter((_family(group.kind), place.rows) for group, place in pairs if not self._is_copy(group))
+        has_copies = any(BASE_COPY in name for name in self.tensors)
+        vectors = [name for name in self.tensors if name.startswith(SHARED_NUMBERS)]
+        for group, place in pairs:
+            claim = self._claim(group, place) if taken[_family(group.kind), place.rows] <= 1 else None
+            if claim is not None and claim.kind in STARTED and has_copies:
+                continue  # a stored copy may lack the start already, and be taken for the base: the plan compares them
+            if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
+                continue
+            if claim is not None and group.kind in METHOD_ROWS:
+                claim = self._of_method(claim, group, place)
+            if claim is not None:
+                yield claim
 
+    def _uncertain_prefix(self) -> str:
+        """Return the prefix of one of two expert models, where the base is one of them and nothing here says which."""
+        both = any(name.startswith("transformer_2.") for name in self.tensors)
+        return "transformer." if both and not self.base.places.has("transformer_2") else ""
 
-def _is_copy(group: Group, copies: Collection[str]) -> bool:
-    return all(info.name in copies for role, info in group.roles.items() if role not in NUMBER_ROLES)
+    def _is_copy(self, group: Group) -> bool:
+        return all(info.name in self.copies for role, info in group.roles.items() if role not in NUMBER_ROLES)
 
+    def _tokens(self) -> Iterator[ModuleClaim]:
+        """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
+        added = [info for info in self.tensors.values() if info.name.endswith(TOKENS_DELTA)]
+        if not added or (self.base.ties and self._may_be_tied()):
+            return
+        for info in added:
+            stem = info.name.removesuffix(TOKENS_DELTA).removesuffix(".token_adapter")
+            place = self.base.places.find(stem, "weight")
+            if place is not None and len(place.rows) == 1 and self.base.tensors[place.rows[0].key].dtype in FLOATS:
+                (row,), factor = place.rows, self.strength(place.rows[0].key, place.network)
+                known = factor is not None and row.start == 0
+                runs = self.scales.tokens(stem, info.shape[0], row.stop) if known else []
+                spans = {
+                    TargetRows(row.key, a, b, row.cols, transposed=False, first=at): factor
+                    for a, b, at in runs
+                    if factor
+                }
+                if runs:
+                    yield ModuleClaim(stem, "set", {"diff": info.name}, spans, 1.0)
 
-def _experts(
-    read: list[Group], scales: ModuleScales, base: BaseHeader, strength: Strength, copies: Collection[str]
-) -> Iterator[ModuleClaim]:
-    """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
-    stacks = [(group, *stack) for group in read if (stack := _stacked(group, scales, base)) is not None]
-    taken = Counter(place.rows for group, place, _ in stacks if not _is_copy(group, copies))
-    for group, place, path in stacks:
-        scale = scales.of_experts(group, path, place.shape[0])
-        factor = strength(place.rows[0].key, place.network)
-        sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]
-        row = (
-            "lora_experts"
-            if len({*sides}) > 1
-            else square_experts(scales.config(group.stem), str(base.config.get("model_type") or ""))
-        )
-        if None in (scale, factor, row) or taken[place.rows] > 1 or group.roles.keys() != LORA_ROLES:
-            continue
-        if sorted(sides) == sorted(place.shape[1:]):
-            spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
-            tensors = {role: info.name for role, info in group.roles.items()}
-            yield ModuleClaim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
+    def _may_be_tied(self) -> bool:
+        """Return whether the adapter has more tensors of tables, or the base has several tables."""
+        others = (name.split(".") for name in self.tensors if not name.endswith(TOKENS_DELTA))
+        layers = (name.split(".")[-2:-1] for name, info in self.base.tensors.items() if len(info.shape) == 2)
+        tables = sum(bool(layer) and layer[0] in TIED_LAYERS for layer in layers)
+        return tables > 1 or any(not {*TIED_LAYERS}.isdisjoint(levels) for levels in others)
 
+    def _experts(self, read: list[Group]) -> Iterator[ModuleClaim]:
+        """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
+        stacks = [(group, *stack) for group in read if (stack := self._stacked(group)) is not None]
+        taken = Counter(place.rows for group, place, _ in stacks if not self._is_copy(group))
+        for group, place, path in stacks:
+            scale = self.scales.of_experts(group, path, place.shape[0])
+            factor = self.strength(place.rows[0].key, place.network)
+            sides, config = (group.roles["up"].shape[0], *group.roles["down"].shape[1:]), self.scales.config(group.stem)
+            square = len({*sides}) == 1
+            row = square_experts(config, str(self.base.config.get("model_type") or "")) if square else "lora_experts"
+            if None in (scale, factor, row) or taken[place.rows] > 1 or group.roles.keys() != LORA_ROLES:
+                continue
+            if sorted(sides) == sorted(place.shape[1:]):
+                spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
+                tensors = {role: info.name for role, info in group.roles.items()}
+                yield ModuleClaim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
 
-def _stacked(group: Group, scales: ModuleScales, base: BaseHeader) -> tuple[WeightPlace, str] | None:
-    """Return where the experts of a module are that PEFT's `target_parameters` names, and the parameter's path.
+    def _stacked(self, group: Group) -> tuple[WeightPlace, str] | None:
+        """Return where the experts of a module are that PEFT's `target_parameters` names, and the parameter's path.
 
-    PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
-    outermost (tuners/lora/layer.py, ParamWrapper).
-    """
-    names = scales.config(group.stem).get("target_parameters")
-    if group.kind != "lora" or not isinstance(names, list) or len(names) > MOST_PARAMETERS:
-        return None
-    owner, depth = group.stem.replace(WRAPPED_LAYER, ""), group.stem.count(WRAPPED_LAYER)
-    path = owner.removeprefix(PEFT_PREFIX)
-    parts = [str(name).rpartition(".") for name in names]
-    leaves = {leaf for of, _, leaf in parts if f".{path}".endswith(f".{of}") or not of}
-    known = len(leaves) == 1 or leaves <= {*REGISTERED}
-    if not known or not all(of for of, _, _ in parts) or depth >= len(leaves):
-        return None
-    leaf = (sorted(leaves, key=REGISTERED.index) if len(leaves) > 1 else [*leaves])[-1 - depth]
-    place = base.places.find(owner, leaf)
-    alone = place is not None and len(place.rows) == 1 and len(place.shape) == 3
-    return (place, f"{path}.{leaf}") if place is not None and alone else None
+        PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
+        outermost (tuners/lora/layer.py, ParamWrapper).
+        """
+        names = self.scales.config(group.stem).get("target_parameters")
+        if group.kind != "lora" or not isinstance(names, list) or len(names) > MOST_PARAMETERS:
+            return None
+        owner, depth = group.stem.replace(WRAPPED_LAYER, ""), group.stem.count(WRAPPED_LAYER)
+        path = owner.removeprefix(PEFT_PREFIX)
+        parts = [str(name).rpartition(".") for name in names]
+        leaves = {leaf for of, _, leaf in parts if f".{path}".endswith(f".{of}") or not of}
+        known = len(leaves) == 1 or leaves <= {*REGISTERED}
+        if not known or not all(of for of, _, _ in parts) or depth >= len(leaves):
+            return None
+        leaf = (sorted(leaves, key=REGISTERED.index) if len(leaves) > 1 else [*leaves])[-1 - depth]
+        place = self.base.places.find(owner, leaf)
+        alone = place is not None and len(place.rows) == 1 and len(place.shape) == 3
+        return (place, f"{path}.{leaf}") if place is not None and alone else None
 
+    def _place(self, group: Group, read: list[Group]) -> WeightPlace | None:
+        place = self.base.places.find(group.stem, group.parameter)
+        if place is None or any(self.base.tensors[r.key].dtype not in FLOATS for r in place.rows):
+            return None
+        leaf, of_base = group.stem.rpartition(".")[2], place.rows[0].key.split(".")[-2:-1]
+        if self.base.ties and (leaf in TIED_LAYERS or (of_base and of_base[0] in TIED_LAYERS)):
+            return None
+        return place if group.part is None else _part(group, group.part, read, place, self.base.places.parts(place))
 
-def _of_method(
-    claim: ModuleClaim, group: Group, place: WeightPlace, scales: ModuleScales, tensors: Mapping[str, StoredTensor]
-) -> ModuleClaim | None:
-    """Return the claim with the numbers of its method's row; None if others may apply."""
-    method, alpha = METHOD_ROWS[group.kind], scales.limit(group)
-    if alpha is None or (alpha and method.type):
-        return None
-    known = ModuleFacts(shapes(group), place.shape, scales.config(group.stem), alpha, group.stem, scales.of_lycoris)
-    keys = method.shared_keys(group.stem.removeprefix(PEFT_PREFIX))
-    shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
-    scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
-    settings = {} if claim.kind.startswith("onetrainer") else method.settings(known)
-    return replace(claim, scale=scale, settings=scales.stated(settings), shared=shared)
+    def _ordered(self, group: Group, place: WeightPlace) -> WeightPlace | None:
+        """Return the place with its rows in the order of the adapter's; None if nothing states that order.
+
+        A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published
+        ones without it are stacked.
+        """
+        network = self.base.places.of_heads(place)
+        if network is None:
+            return place
+        named = any(".default" in info.name for info in group.roles.values())
+        order = self.scales.order if named else "stacked"
+        files = {self.base.tensors[network.prefix + name].file for name in network.shapes}
+        stored = "heads" if len(files) > 1 else "stacked"
+        if order == stored:
+            return place
+        return reordered(place, by_heads=stored == "heads") if order and len(place.rows) == 1 else None
+
+    def _claim(self, group: Group, place: WeightPlace) -> ModuleClaim | None:
+        turned, scale = self._turned(group, place), self.scales.scale(group)
+        if turned is None or scale is None or self._contradicts(group):
+            return None
+        kind, axis = kind_of(group, place.shape, self.scales), _axis(group, place, turned=turned)
+        if kind is None or axis is None:
+            return None
+        rows = list(_spans(place, turned=turned))
+        if kind == "peft_ia3_out" or (group.kind in METHOD_ROWS and METHOD_ROWS[group.kind].bias):
+            rows += self._bias(place, place.shape[1 if turned else 0])
+        spans: dict[TargetRows, float] = {}
+        for span in rows:
+            factor = self.strength(span.key, place.network)
+            if factor is None:
+                return None
+            if factor:
+                spans[span] = factor
+        tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBER_ROLES}
+        settings = self.scales.stated({"parts": ()}) if kind == "lora_fused" else {}
+        return ModuleClaim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
+
+    def _contradicts(self, group: Group) -> bool:
+        """Return whether a module has two tensors of one role, or a magnitude that its configuration denies."""
+        denied = self.scales.config(group.stem).get("use_dora") is False
+        return bool(group.twice) or (denied and "magnitude" in group.roles)
+
+    def _bias(self, place: WeightPlace, outputs: int) -> Iterator[TargetRows]:
+        """Yield the bias of a layer whose outputs are scaled."""
+        key = place.rows[0].key.removesuffix("weight") + "bias"
+        info = self.base.tensors.get(key)
+        if info is not None and info.shape == (outputs,):
+            yield TargetRows(key, 0, info.shape[0], 1, transposed=False, first=0)
+
+    def _turned(self, group: Group, place: WeightPlace) -> bool | None:
+        """Return whether the base stores the transpose of the factors' product; None if they do not fit, or it is
+        unknown.
+
+        The shapes decide; for square weights the type of the model does.
+        """
+        upright, turned = fits(group, place.shape), fits(group, place.shape[::-1])
+        if len(place.shape) != 2 or len(place.rows) > 1 or not turned:
+            return False if upright else None
+        name = place.rows[0].key.split(".")[-2:-1]
+        conv1d = bool(name) and name[0] in CONV1D and str(self.base.config.get("model_type")) not in OUT_IN
+        if upright and not (
+            conv1d
+            or self.scales.config(group.stem).get("fan_in_fan_out")
+            or self.scales.turns
+            or (name and name[0] in self.base.in_out_names)
+        ):
+            return False
+        return True if not upright or (conv1d and self.base.is_in_out) else None
+
+    def _of_method(self, claim: ModuleClaim, group: Group, place: WeightPlace) -> ModuleClaim | None:
+        """Return the claim with the numbers of its method's row; None if others may apply."""
+        scales, method, alpha = self.scales, METHOD_ROWS[group.kind], self.scales.limit(group)
+        if alpha is None or (alpha and method.type):
+            return None
+        known = ModuleFacts(group.shapes, place.shape, scales.config(group.stem), alpha, group.stem, scales.of_lycoris)
+        keys = method.shared_keys(group.stem.removeprefix(PEFT_PREFIX))
+        shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in self.tensors}
+        scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
+        settings = {} if claim.kind.startswith("onetrainer") else method.settings(known)
+        return replace(claim, scale=scale, settings=scales.stated(settings), shared=shared)
 
 
 def _is_stored_in_out(group: Group, place: WeightPlace) -> bool:
@@ -231,47 +319,8 @@ def _is_stored_in_out(group: Group, place: WeightPlace) -> bool:
     return len(place.shape) == 2 and not fits(group, place.shape) and fits(group, place.shape[::-1])
 
 
-def _is_in_out(base: BaseHeader) -> bool:
-    """Return whether every layer of this type of model with a name of CONV1D is [in, out]."""
-    return str(base.config.get("model_type")) in IN_OUT_MODELS
-
-
-def _uncertain_prefix(tensors: Mapping[str, StoredTensor], base: BaseHeader) -> str:
-    """Return the prefix of one of two expert models, where the base is one of them and nothing here says which."""
-    both = any(name.startswith("transformer_2.") for name in tensors)
-    return "transformer." if both and not base.places.has("transformer_2") else ""
-
-
 def _family(kind: str) -> str:
     return "low rank" if kind.startswith("lora") else kind
-
-
-def _place(group: Group, read: list[Group], base: BaseHeader) -> WeightPlace | None:
-    place = base.places.find(group.stem, group.parameter)
-    if place is None or any(base.tensors[r.key].dtype not in FLOATS for r in place.rows):
-        return None
-    leaf = group.stem.rpartition(".")[2]
-    if base.ties and (leaf in TIED_LAYERS or place.rows[0].key.split(".")[-2:-1] in [[t] for t in TIED_LAYERS]):
-        return None
-    return place if group.part is None else _part(group, group.part, read, place, base.places.parts(place))
-
-
-def _ordered(group: Group, place: WeightPlace, scales: ModuleScales, base: BaseHeader) -> WeightPlace | None:
-    """Return the place with its rows in the order of the adapter's; None if nothing states that order.
-
-    A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published ones
-    without it are stacked.
-    """
-    network = base.places.of_heads(place)
-    if network is None:
-        return place
-    named = any(".default" in info.name for info in group.roles.values())
-    order = scales.order if named else "stacked"
-    files = {base.tensors[network.prefix + name].file for name in network.shapes}
-    stored = "heads" if len(files) > 1 else "stacked"
-    if order == stored:
-        return place
-    return reordered(place, by_heads=stored == "heads") if order and len(place.rows) == 1 else None
 
 
 def _part(
@@ -298,36 +347,6 @@ def _part(
     return None
 
 
-def _claim(
-    group: Group, place: WeightPlace, scales: ModuleScales, base: BaseHeader, strength: Strength
-) -> ModuleClaim | None:
-    turned = _turned(group, place, scales, base)
-    scale = scales.scale(group)
-    if turned is None or scale is None or _contradicts(group, scales):
-        return None
-    kind, axis = kind_of(group, place.shape, scales), _axis(group, place, turned=turned)
-    if kind is None or axis is None:
-        return None
-    rows = list(_spans(place, turned=turned))
-    if kind == "peft_ia3_out" or (group.kind in METHOD_ROWS and METHOD_ROWS[group.kind].bias):
-        rows += _bias(place, base, place.shape[1 if turned else 0])
-    spans: dict[TargetRows, float] = {}
-    for span in rows:
-        factor = strength(span.key, place.network)
-        if factor is None:
-            return None
-        if factor:
-            spans[span] = factor
-    tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBER_ROLES}
-    settings = scales.stated({"parts": ()}) if kind == "lora_fused" else {}
-    return ModuleClaim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
-
-
-def _contradicts(group: Group, scales: ModuleScales) -> bool:
-    """Return whether a module has two tensors of one role, or a magnitude although its configuration denies DoRA."""
-    return bool(group.twice) or (scales.config(group.stem).get("use_dora") is False and "magnitude" in group.roles)
-
-
 def _spans(place: WeightPlace, *, turned: bool) -> Iterator[TargetRows]:
     first = 0
     merged: list[tuple[str, int, int, int]] = []
@@ -339,34 +358,6 @@ def _spans(place: WeightPlace, *, turned: bool) -> Iterator[TargetRows]:
     for key, start, stop, cols in merged:
         yield TargetRows(key, start, stop, cols, turned, first)
         first += stop - start
-
-
-def _bias(place: WeightPlace, base: BaseHeader, outputs: int) -> Iterator[TargetRows]:
-    """Yield the bias of a layer whose outputs are scaled."""
-    key = place.rows[0].key.removesuffix("weight") + "bias"
-    info = base.tensors.get(key)
-    if info is not None and info.shape == (outputs,):
-        yield TargetRows(key, 0, info.shape[0], 1, False, 0)  # noqa: FBT003
-
-
-def _turned(group: Group, place: WeightPlace, scales: ModuleScales, base: BaseHeader) -> bool | None:
-    """Return whether the base stores the transpose of the factors' product; None if they do not fit, or it is unknown.
-
-    The shapes decide; for square weights the type of the model does.
-    """
-    upright, in_out_names = fits(group, place.shape), fits(group, place.shape[::-1])
-    if len(place.shape) != 2 or len(place.rows) > 1 or not in_out_names:
-        return False if upright else None
-    name = place.rows[0].key.split(".")[-2:-1]
-    conv1d = bool(name) and name[0] in CONV1D and str(base.config.get("model_type")) not in OUT_IN
-    if upright and not (
-        conv1d
-        or scales.config(group.stem).get("fan_in_fan_out")
-        or scales.turns
-        or (name and name[0] in base.in_out_names)
-    ):
-        return False
-    return True if not upright or (conv1d and _is_in_out(base)) else None
 
 
 def _axis(group: Group, place: WeightPlace, *, turned: bool) -> str | None:

@@ -27,7 +27,7 @@ from ...planning.plan import OutputTensor, Plan
 from ...text import listed, quoted
 from ..proof_report import MOST_NAMED, REPORT_HEADERS
 from ..reference.floats import decode
-from .claims import BaseHeader, ModuleClaim, Strength, TargetRows, claims
+from .claims import AdapterClaims, BaseHeader, ModuleClaim, Strength, TargetRows
 from .modules import groups
 from .parts import StrengthParts
 from .rows import PEFT_PREFIX, Networks
@@ -98,7 +98,7 @@ def compare(
         of_adapter = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
         factor = partial(parts.strength, ref.strength, ref.parts)
-        for claim in claims(index.tensors, scales, read_base, factor, copies):
+        for claim in AdapterClaims(index.tensors, scales, read_base, factor, copies).certain():
             if copies.issuperset(claim.tensors.values()):
                 claim = _of_original(claim, of_adapter, shapes)
             by_id = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .layouts import Shape
 from .methods import METHOD_ROWS, Stored, table
-from .modules import Group, shapes
+from .modules import Group
 from .rows import PEFT_PREFIX
 from .scales import ModuleScales
 
@@ -23,7 +23,7 @@ LOW_RANK: Final = (*STACKED, "lora", "lora_sparse", "lora_sparse_tucker", "lora_
 def fits(group: Group, shape: Shape) -> bool:
     """Return whether the tensors have the axes and the sizes that a weight of this shape needs."""
     try:
-        return bool(shape) and FITS[group.kind](shapes(group), shape)
+        return bool(shape) and FITS[group.kind](group.shapes, shape)
     except IndexError:  # a tensor has fewer axes
         return False
 
@@ -115,7 +115,7 @@ def variant(group: Group, scales: ModuleScales) -> str:
     """Return the kind of a module, by its configuration and the user's settings if its tensors have LoRA's names."""
     if group.kind == "lora" and scales.config(group.stem).get("use_bdlora"):
         return "bdlora"
-    stored = shapes(group)
+    stored = group.shapes
     if group.kind in ("lora", "litgpt") and len(stored["up"]) == len(stored["down"]) == 3:
         (up, _, rank), (down, inner, _) = stored["up"], stored["down"]
         if rank == inner:  # of a convolution they are its kernel of one and its inputs
@@ -140,12 +140,12 @@ def kind_of(group: Group, shape: Shape, scales: ModuleScales) -> str | None:
         return None
     if stated == "LORA":
         return _started(kind, scales, group.stem)
-    return _glora(shapes(group), shape) if kind == "glora" else kind
+    return _glora(group.shapes, shape) if kind == "glora" else kind
 
 
 def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
     """Return the row of a method's family; if two trainers write it, the presence of a configuration decides."""
-    method, stored = METHOD_ROWS[group.kind], shapes(group)
+    method, stored = METHOD_ROWS[group.kind], group.shapes
     if stated == "" and method.plain is not None and not group.stem.startswith(PEFT_PREFIX):
         return method.plain(stored, shape)
     if stated != method.type and not (stated == "BONE" and method.type == "MISS"):

@@ -87,6 +87,11 @@ class Group:
     twice: dict[str, list[StoredTensor]] = field(default_factory=dict)  # role → all tensors, where there are several
     kind: str = ""  # "" until all tensors are added, and if no kind has these roles
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Slot → stored shape."""
+        return {role.rpartition("/")[2]: info.shape for role, info in self.roles.items()}
+
     def put(self, role: str, info: StoredTensor) -> None:
         """Add a tensor."""
         first = self.roles.setdefault(role, info)
@@ -147,8 +152,3 @@ def _above(name: str) -> list[str]:
     """Return the modules that a key with an unknown ending may belong to."""
     parts = name.split(".")
     return [".".join(parts[:-count]) for count in range(1, _LEVELS + 1)]
-
-
-def shapes(group: Group) -> Mapping[str, tuple[int, ...]]:
-    """Return slot → stored shape."""
-    return {role.rpartition("/")[2]: info.shape for role, info in group.roles.items()}

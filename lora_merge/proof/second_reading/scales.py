@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from ...dtypes import StoredTensor
 from .methods import METHOD_ROWS
-from .modules import NUMBER_ROLES, Group, shapes
+from .modules import NUMBER_ROLES, Group
 from .rows import PEFT_PREFIX
 
 Number = Callable[[StoredTensor], float]
@@ -246,7 +246,7 @@ class ModuleScales:
 
     def _rank(self, group: Group) -> int:
         """Return the rank of the factors; 0 if they have none."""
-        sizes = shapes(group)
+        sizes = group.shapes
         if group.kind == "glora":
             return min(sizes["a1"][:2], default=0)  # in which order depends on the layout
         if group.kind == "lokr":
