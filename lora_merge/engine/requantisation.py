@@ -95,7 +95,7 @@ def _encoded(
         old[DRAW] = on_device_of(codes.uniform, wide)
     try:
         with computing(wide.device):
-            new = packing.encoding.encode(wide, old, first)
+            new = packing.encoding.encode(wide, old)
     except OutOfRange as e:
         raise TooLarge(
             f"a number is too large for {packing.encoding.title}", target.name, "write `--dtype bf16`"

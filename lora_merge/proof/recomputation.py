@@ -121,8 +121,8 @@ class Recomputation:
         recorded = self.recorded.get(target.name)
         if recorded is None or target.name in self.left_out or target.combines:
             return
-        rows, cols = np.array(recorded.rows), target.matrix[1]
-        (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        rows = np.array(recorded.rows)
+        (stored, grid), exact = self._output(target, fd, rows), self._exact(target, rows)
         measured = measure(stored, exact, grid.rounded, 1.0)
         if not np.isfinite(stored).all() or grid.beyond(exact.value).any():
             return  # such values are not recorded
@@ -141,8 +141,7 @@ class Recomputation:
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
     def _findings_of(self, target: OutputTensor, fd: Written, weight: float, rows: Array) -> Findings:
         """Return the findings of some rows; each counts for `weight` rows of its tensor."""
-        cols = target.matrix[1]
-        (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        (stored, grid), exact = self._output(target, fd, rows), self._exact(target, rows)
         if grid.turn is not None:
             stored, exact = grid.turn(stored), exact.turned(grid.turn)
         findings = self._compared(target, rows, stored, grid, exact)
@@ -153,9 +152,9 @@ class Recomputation:
             findings.in_bf16.update(measure(rounded(exact.value), exact, rounded, weight).adapters)
         return findings
 
-    def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
+    def _exact(self, target: OutputTensor, rows: Array) -> Exact:
         """Return the exact rows."""
-        base = self._base(target.weight, rows, cols)
+        base = self._base(target.weight, rows, target.matrix[1])
         if target.combines:
             return self._combined(target, rows, base)
         row_changes, value, terms = RowChanges(target), base.copy(), np.abs(base)
@@ -205,22 +204,30 @@ class Recomputation:
             rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
-        beyond = self._beyond(target, rows, got, grid, value, error, lost)
+        # Errors above rounding to the output's dtype: all of an error if the draws choose another number.
+        above, drawn = error - 1.0000002 * self.steps * units, self._draws(target, rows)
+
+        def beyond(lost: Array) -> Array:
+            """Return how far errors are above rounding, even for an exact value that is off by `lost`."""
+            chosen = True if drawn is None else _as_drawn(got, grid, value, lost, drawn)
+            return np.asarray(np.where(chosen, above, error))
+
+        over = beyond(lost)
         # The worst error, in units of the output.
-        bad = ~(beyond <= lost)
+        bad = ~(over <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(
             rows=len(rows), elements=got.size, worst=worst, worst_tensor=target.name,
             broken=int(np.count_nonzero(~np.isfinite(got))),
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
-            bounds={target.name: Bound.of(beyond, lost, exact, value)},
+            bounds={target.name: Bound.of(over, lost, exact, value)},
         )  # fmt: skip
         # A failure; it is no fault of the file if products that cancel explain it.
         if bad.any():
-            products = self._products(target, rows, got.shape[1]).max(axis=1, initial=0.0, keepdims=True)
+            products = self._products(target, rows).max(axis=1, initial=0.0, keepdims=True)
             more = lost + exact.loss * rounding * products
-            explained = self._beyond(target, rows, got, grid, value, error, more) <= more
+            explained = beyond(more) <= more
             cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
             row, col = np.argwhere(bad)[0]
             where = (
@@ -231,20 +238,16 @@ class Recomputation:
             findings.fail(target.name, where, cancelled=cancelled)
         return findings
 
-    def _beyond(  # noqa: PLR0913, PLR0917  # what is compared, and how far it may be off
-        self, target: OutputTensor, rows: Array, stored: Array, grid: Grid, value: Array, error: Array, lost: Array
-    ) -> Array:
-        """Return how far errors are above rounding to the output's dtype: all of an error if the draws choose
-        another number, even for an exact value that is off by `lost`."""
-        beyond = error - 1.0000002 * self.steps * grid.step(value)
+    def _draws(self, target: OutputTensor, rows: Array) -> Array | None:
+        """Return the draws of stochastic rounding for rows of a tensor; None if it is not rounded so."""
         if not self.stochastic or target.name in self.outputs or ITEM_BYTES[target.dtype] >= LEAST_DRAWN:
-            return beyond
-        places = rows[:, None] * stored.shape[1] + np.arange(stored.shape[1])
-        drawn = _as_drawn(stored, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
-        return np.where(drawn, beyond, error)
+            return None
+        cols = target.matrix[1]
+        return uniform(target.stored, self.plan.job.seed, rows[:, None] * cols + np.arange(cols))
 
-    def _output(self, target: OutputTensor, fd: Written, rows: Array, cols: int) -> tuple[Array, Grid]:
+    def _output(self, target: OutputTensor, fd: Written, rows: Array) -> tuple[Array, Grid]:
         """Return the rows of the written tensor, and the values that it could hold instead."""
+        cols = target.matrix[1]
         if target.name in self.outputs:
             return self.outputs[target.name].rows(rows, cols)
         width = cols * ITEM_BYTES[target.dtype]
@@ -320,10 +323,10 @@ class Recomputation:
             return change
         return delta(part.patch, rows_of)
 
-    def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
+    def _products(self, target: OutputTensor, rows: Array) -> Array:
         """Return Σ |s| · |B| |A| for rows of a tensor, of formulas that are sums of products of stored tensors: far
         above |ΔW| if products cancel."""
-        products = np.zeros((len(rows), cols))
+        products = np.zeros((len(rows), target.matrix[1]))
         for part in self._parts(target.uses):
             row, (at, rows_of) = ALGORITHMS[part.patch.algorithm], part.find(rows)
             if len(rows_of) and not (row.reads_base or row.prepare or row.decomposes or part.patch.magnitude):

@@ -65,11 +65,11 @@ def ours(packing: Packing, weight: Tensor) -> tuple[Work, Work]:
     parts = parts_of(torch.zeros(encoding.nbytes(count), dtype=torch.uint8), packing, 0, count, fetch)
     if encoding.needs_largest:
         parts |= encoding.refit(parts, float(values.abs().max()))
-    made = encoding.encode(values, parts, 0)
+    made = encoding.encode(values, parts)
     assert made is not None
     full = {**parts, **{r: t if r == CODES else t.view(torch.uint8).view(parts[r].dtype) for r, t in made.items()}}
     full[CODES] = full[CODES].view(torch.uint8)
-    return lambda: encoding.encode(values, parts, 0), lambda: encoding.decode(full, 0, count)
+    return lambda: encoding.encode(values, parts), lambda: encoding.decode(full, 0, count)
 
 
 def by_gguf(name: str, weight: Tensor) -> tuple[Work | None, Work]:

@@ -76,10 +76,10 @@ class Weight(NamedTuple):
         """The weight with other numbers; parts of the whole weight are made again where they do not cover them.
         `uniform`: draws for stochastic rounding."""
         parts = self.parts() | ({} if uniform is None else {DRAW: uniform})
-        new = self.encoding.encode(values.clone(), parts, 0)
+        new = self.encoding.encode(values.clone(), parts)
         if new is None:
             parts |= self.encoding.refit(parts, float(values.abs().max()))
-            new = self.encoding.encode(values.clone(), parts, 0)
+            new = self.encoding.encode(values.clone(), parts)
         assert new is not None, "the parts were made for these numbers"
         made = {role: as_bytes(t).numpy().tobytes() for role, t in {**parts, **new}.items() if role != DRAW}
         assert {role: len(raw) for role, raw in made.items()} == {role: len(raw) for role, raw in self.raw.items()}

@@ -173,8 +173,8 @@ def test_heads_are_stored_with_alternating_halves(kind: str) -> None:
     plain, turned = ggml(kind), ggml(kind, head=rows // heads, cols=cols)
     assert turned.group == rows // heads * cols
     empty = {CODES: torch.zeros(plain.nbytes(stored.size), dtype=torch.uint8)}
-    made = plain.encode(torch.from_numpy(stored).ravel(), empty, 0)
-    assert torch.equal(turned.encode(torch.from_numpy(logical).ravel(), empty, 0)[CODES], made[CODES])
+    made = plain.encode(torch.from_numpy(stored).ravel(), empty)
+    assert torch.equal(turned.encode(torch.from_numpy(logical).ravel(), empty)[CODES], made[CODES])
     order = turned.decode(made, 0, stored.size).reshape(rows, cols)
     assert torch.equal(order[1], plain.decode(made, 0, stored.size).reshape(rows, cols)[2])
     levels, grid = blocks({"codes": made[CODES].numpy().tobytes()}, turned, 0, 0)
@@ -183,7 +183,7 @@ def test_heads_are_stored_with_alternating_halves(kind: str) -> None:
 
 def test_norms_of_gemma_are_stored_plus_one() -> None:
     norm = ggml("F32", offset=1.0)
-    made = norm.encode(torch.tensor([0.25, -0.5]), {CODES: torch.zeros(8, dtype=torch.uint8)}, 0)
+    made = norm.encode(torch.tensor([0.25, -0.5]), {CODES: torch.zeros(8, dtype=torch.uint8)})
     assert made[CODES].view(torch.float32).tolist() == [1.25, 0.5]
     assert norm.decode(made, 0, 2).tolist() == [0.25, -0.5]
     levels, grid = blocks({"codes": made[CODES].numpy().tobytes()}, norm, 0, 0)
@@ -195,5 +195,5 @@ def test_plain_numbers_are_rounded_once(kind: str, digits: int) -> None:
     """A number a little above a middle: by way of fp32 it would become the middle, and then the even neighbour."""
     values = torch.tensor([1 + 2.0 ** -(digits + 1) + 2.0**-45, -1 - 2.0 ** -(digits + 1)], dtype=torch.float64)
     codes = {CODES: torch.zeros(ggml(kind).nbytes(2), dtype=torch.uint8)}
-    made = ggml(kind).encode(values, codes, 0)
+    made = ggml(kind).encode(values, codes)
     assert ggml(kind).decode(made, 0, 2).tolist() == [1 + 2.0**-digits, -1.0]

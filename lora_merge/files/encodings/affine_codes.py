@@ -36,7 +36,7 @@ class Affine(Encoding):
         scale, bias = self._line(parts)
         return levels.mul_(scale).add_(bias)
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
         """Return codes, scales and biases; those of a group are kept if they cover the new values."""
         from . import bit_packing, stochastic_rounding
 

@@ -161,8 +161,8 @@ class Encoding:
         """Return the factor of all values, 1 without one; InvalidPart if it is not a positive number."""
         return 1.0
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
-        """Return the codes, and the parts that grow with the weight, of new values from `first` on.
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
+        """Return the codes, and the parts that grow with the weight, of new values.
 
         `values`: flat, fp32 or fp64, finite. `parts`: those of the values before the change; their scales are kept
         if they cover the new values. None if a part of the whole weight does not cover them: see `refit`.

@@ -31,16 +31,16 @@ class ExpertStack(Encoding):
         each = self._each(parts, count)
         return torch.cat([self.inner.decode(parts_of, 0, self.group).reshape(-1) for parts_of in each])
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues:
         """Return codes and scales; those of a matrix are fitted again if they do not cover it."""
         import torch
 
         matrices = []
         for tensor, before in zip(values.view(-1, self.group), self._each(parts, values.numel()), strict=True):
-            new = self.inner.encode(tensor, before, 0)
+            new = self.inner.encode(tensor, before)
             if new is None:
                 grown = self.inner.refit(before, float(tensor.abs().max()))
-                new = self.inner.encode(tensor, {**before, **grown}, 0)
+                new = self.inner.encode(tensor, {**before, **grown})
                 if new is None:
                     raise OutOfRange
                 new = {**new, **grown}

@@ -89,7 +89,7 @@ class Fp4(Encoding):
             return scaled.view(-1, self.cols).mul_(self._pre(parts))
         return scaled.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else scaled
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
         """Return codes and scales of blocks; None if the scale of the whole weight does not cover the values."""
         from . import arithmetic
 

@@ -47,14 +47,14 @@ class LowRank(Encoding):
         values = values + self._product(parts) if self.rank else values
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
         """Return codes and scales of what the product leaves."""
         from . import arithmetic
 
         values = arithmetic.rotated(values, self.rotation) if self.rotation else values
         if self.rank:
             values = (values.view(-1, self.cols) - self._product(parts)).view(-1)
-        return self.inner.encode(values, parts, first)
+        return self.inner.encode(values, parts)
 
     def _product(self, parts: PartValues) -> Tensor:
         """Return up · down in fp32; InvalidPart if a factor is not finite."""

@@ -77,7 +77,7 @@ class PackedInts(Encoding):
         ordered[:, order] = values
         return ordered
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
         """Return codes, scales and zero points."""
         import torch
 

@@ -119,7 +119,7 @@ class ScaledCodes(Encoding):
         values = self._flat(blocks.mul_(self._spread(scale, count)), count)
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
         """Return codes, scales and zero points; None if one scale for the whole weight does not cover it."""
         import torch
 

@@ -49,7 +49,7 @@ class TableCodes(Encoding):
             values[whole:].mul_(scale[-1])
         return values
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues | None:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues | None:
         """Return codes and scales."""
         import torch
 

@@ -65,7 +65,7 @@ class Ggml(Encoding):
             values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
         return values
 
-    def encode(self, values: Tensor, parts: PartValues, first: int) -> PartValues:
+    def encode(self, values: Tensor, parts: PartValues) -> PartValues:
         """Return the codes of new values; scales that cover them stay. OutOfRange if no scale does."""
         uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
         ordered = self._stored_order(values)
