@@ -25,7 +25,7 @@ from ..dtypes import FLOATS, ITEM_BYTES, StoredTensor, spoken
 from ..errors import FitError, VerificationFailed, beyond_dtype
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
-from ..proof.reference.floats import decode, step
+from ..proof.reference.floats import Floats, decode
 from .factored_modules import FactoredSums, StoredValues, finite_values, read_values, weight_norms
 from .groups import OutputModule, components, layers_of_weights
 from .input_adapters import InputAdapters
@@ -217,7 +217,7 @@ def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, 
                 some = [read(i.tensors[info.name], reader, first) for i in means.snapshots]
                 average, slack = weighted_sum(some, means.weights, moving=means.betas is not None)
                 values = read(info, written, first).astype(np.float64)
-                if bool((np.abs(values - average) > step(average, info.dtype) + slack).any()):
+                if bool((np.abs(values - average) > Floats(info.dtype).step(average) + slack).any()):
                     raise VerificationFailed("a written tensor is not the average", f"{path}: {info.name}", REDO)
             return Squares(0.0, 0.0)
 

@@ -307,23 +307,16 @@ def of_components(path: Path, config: Mapping[str, Any], parts: Mapping[str, Ind
     }
     if len(tensors) < sum(len(index.tensors) for index in parts.values()):
         raise InputError("two components use the same tensor name", str(path), "rename one sub-folder")
+    packings = ((part, key, packing) for part, index in parts.items() for key, packing in index.packed.items())
     return Index(
-        path,
-        tensors,
-        _of_first(index.metadata for index in parts.values()),
-        tuple(f for index in parts.values() for f in index.files),
-        config,
-        {f: h for index in parts.values() for f, h in index.headers.items()},
-        tuple(f for index in parts.values() for f in index.index_files),
-        parts,
-        tuple(Note(f"{part}: {note}") for part, index in parts.items() for note in index.notes),
-        {
-            f"{part}.{key}": _inside(part, packing, tensors)
-            for part, index in parts.items()
-            for key, packing in index.packed.items()
-        },
-        tuple(f for index in parts.values() for f in index.unnamed),
-    )
+        path, tensors, metadata=_of_first(index.metadata for index in parts.values()),
+        files=tuple(f for index in parts.values() for f in index.files), config=config,
+        headers={f: h for index in parts.values() for f, h in index.headers.items()},
+        index_files=tuple(f for index in parts.values() for f in index.index_files), components=parts,
+        notes=tuple(Note(f"{part}: {note}") for part, index in parts.items() for note in index.notes),
+        packed={f"{part}.{key}": _inside(part, packing, tensors) for part, key, packing in packings},
+        unnamed=tuple(f for index in parts.values() for f in index.unnamed),
+    )  # fmt: skip
 
 
 def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor]) -> Packing:

@@ -26,9 +26,8 @@ MAGIC_BYTES: Final = (
     (b"\x80\x02", "a Python pickle", "give the .safetensors version of the model"),
     (b"ggjt", "a GGML file (quantised)", "merge into the original 16-bit .safetensors checkpoint"),
     (b"version https://git-lfs", "a git-lfs pointer, not the model itself", "run `git lfs pull` in its folder"),
-    (b"<!DOCTYPE", "a web page", "download it again; the site wanted a login or an agreement"),
-    (b"<!doctype", "a web page", "download it again; the site wanted a login or an agreement"),
-    (b"<html", "a web page", "download it again; the site wanted a login or an agreement"),
+    ((b"<!DOCTYPE", b"<!doctype", b"<html"), "a web page",
+     "download it again; the site wanted a login or an agreement"),
     (b"<?xml", "an XML document", "download the file again; the server sent an error message"),
     (b"\x89HDF", "an HDF5 file (Keras)", "give the PyTorch version of the model, as .safetensors"),
     (b"\x93NUMPY", "a NumPy array", "give a .safetensors checkpoint"),
@@ -36,8 +35,7 @@ MAGIC_BYTES: Final = (
     (b"7z\xbc\xaf", "a 7z archive", "unpack it first"),
     (b"Rar!", "a RAR archive", "unpack it first"),
     (b"\x28\xb5\x2f\xfd", "a zstd archive", "unpack it first"),
-    (b"\x89PNG", "a picture", "give a .safetensors checkpoint"),
-    (b"\xff\xd8\xff", "a picture", "give a .safetensors checkpoint"),
+    ((b"\x89PNG", b"\xff\xd8\xff"), "a picture", "give a .safetensors checkpoint"),
     (b"{", "a JSON file", "give the .safetensors file or its folder"),
 )  # fmt: skip
 """Formats that people pass instead of a checkpoint; used only for files without a valid header."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ..dtypes import FLOATS, ITEM_BYTES, Shape, StoredTensor, spoken
 from ..errors import FitError, ShapeMismatch
 from ..files.encodings.base import Packing, plain
-from ..files.formats.base import CODES_ALIGNMENT, NewWeight, fills_words
+from ..files.formats.base import CODES_ALIGNMENT, NewWeight
 from ..files.formats.quantization_config import activation_notes
 from ..files.gguf.types import QUANTISED_TYPES
 from ..files.side_files import index_names, output_name, refuse_links_outside, stored_name
@@ -92,13 +92,24 @@ def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator
     """Yield the tensors of weights, last the ones that move others from multiples of their values' size."""
     last: list[tuple[Path, OutputTensor]] = []
     for group in groups:
-        in_place = fills_words([target for _, target in group])
+        in_place = _fills_words([target for _, target in group])
         for path, target in group:
             if in_place or target.nbytes % CODES_ALIGNMENT == 0:
                 yield path, target
             else:
                 last.append((path, target))
     yield from sorted(last, key=lambda row: -ITEM_BYTES.get(row[1].dtype, 1))
+
+
+def _fills_words(tensors: Iterable[OutputTensor]) -> bool:
+    """Return whether tensors behind each other each begin at a multiple of their values' size, and so does what
+    follows."""
+    at = 0
+    for tensor in tensors:
+        if at % ITEM_BYTES.get(tensor.dtype, 1):
+            return False
+        at += tensor.nbytes
+    return at % CODES_ALIGNMENT == 0
 
 
 def _outputs(matched: Matches, forms: Mapping[str, NewWeight]) -> Iterator[Sequence[tuple[Path, OutputTensor]]]:

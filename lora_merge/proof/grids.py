@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
-from .reference.floats import Array, beyond, precision, rounded, saturated, step
+from .reference.floats import Array, Floats
 
 DECODED: Final = 2.0**-20  # the error of decoding in fp32, as a share of what is added up
 
@@ -24,59 +24,6 @@ UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 
 
 ZERO_SCALE: Final = 1e-300
 """The divisor in place of a scale of 0, of which all codes are the shift: then it alone is within half a step."""
-
-
-class Levels(Protocol):
-    """The values that a code can mean, before scale and shift. Arrays are float64."""
-
-    @property
-    def digits(self) -> int:
-        """Bits of a significand."""
-        ...
-
-    def step(self, values: Array) -> Array:
-        """Return the distance of neighbouring levels around each value."""
-        ...
-
-    def rounded(self, values: Array) -> Array:
-        """Return the nearest levels; nothing overflows."""
-        ...
-
-    def saturated(self, values: Array) -> Array:
-        """Return the values, cut to the range of the levels."""
-        ...
-
-    def beyond(self, values: Array) -> Array:
-        """Return which values are too large."""
-        ...
-
-
-@dataclass(frozen=True)
-class Floats:
-    """The values of a floating-point dtype."""
-
-    dtype: str
-
-    @property
-    def digits(self) -> int:
-        """Bits of a significand."""
-        return precision(self.dtype)[0]
-
-    def step(self, values: Array) -> Array:
-        """Return one unit in the last place."""
-        return step(values, self.dtype)
-
-    def rounded(self, values: Array) -> Array:
-        """Return the nearest values, ties to even."""
-        return rounded(values, self.dtype)
-
-    def saturated(self, values: Array) -> Array:
-        """Return the values, cut to the range of the dtype."""
-        return saturated(values, self.dtype)
-
-    def beyond(self, values: Array) -> Array:
-        """Return which values are too large after rounding."""
-        return beyond(values, self.dtype)
 
 
 class LevelTable:
@@ -111,9 +58,10 @@ class LevelTable:
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels, times a scale, plus a shift: values or arrays in the shape of the values. Arrays are float64."""
+    """Levels, the values that codes can mean, times a scale, plus a shift: these are numbers, or arrays in the shape of
+    the values. Arrays are float64."""
 
-    levels: Levels
+    levels: Floats | LevelTable
     scale: Any = 1.0
     shift: Any = 0.0
     turn: Callable[[Array], Array] | None = None  # W ↔ the rotated weight that is stored, rows of a matrix

@@ -6,6 +6,7 @@ The rest of the proof uses this project's own parser, which could share a mistak
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from ..paths import typed
 from ..planning.plan import OutputFile, Plan
 from ..text import Note, listed, quoted
 
-EVERYBODY: Final = FLOATS | WHOLE_DTYPES
+READ_BY_ALL: Final = FLOATS | WHOLE_DTYPES
 """Dtypes that every supported version of the library reads."""
 
 TIED_ENTRY: Final = "tie_word_embeddings"
@@ -36,11 +37,14 @@ def check_folder(plan: Plan, part: Path, *, new: bool) -> None:
 
     `new`: whether the output was written just now.
     """
-    if plan.is_folder:
-        fix = MERGE_AGAIN if new else instead(part)
-        _check_indexes(plan, part, fix)
-        _check_configs(plan, part, fix)
-        _check_pipeline(plan, part, fix)
+    if not plan.is_folder:
+        return
+    fix = MERGE_AGAIN if new else instead(part)
+    try:
+        for what, where in chain(_in_indexes(plan, part), _in_configs(plan, part), _in_pipeline(plan, part)):
+            raise VerificationFailed(what, where, fix)
+    except InputError as e:
+        raise VerificationFailed(f"a file next to the weights cannot be read: {e.what}", e.where, fix) from e
 
 
 def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> tuple[Note, ...]:
@@ -66,7 +70,7 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
             opened = {key: (piece.get_dtype(), list(piece.get_shape())) for key, piece in slices}
             metadata = f.metadata() or {}
     except safetensors.SafetensorError as e:
-        if odd := {dtype for dtype, _ in expected.values()} - EVERYBODY:
+        if odd := {dtype for dtype, _ in expected.values()} - READ_BY_ALL:
             note = f"safetensors {safetensors.__version__} does not open the output, which holds {listed(sorted(odd))}"
             return (Note(note),)
         raise VerificationFailed(
@@ -88,22 +92,22 @@ def _shown(tensor: tuple[str, list[int]] | None) -> str:
     return f"{tensor[0]} {tensor[1]}" if tensor else "none"
 
 
-def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
-    """Check that every `*.index.json` names every tensor of its folder, with its file, and their total size."""
+def _in_indexes(plan: Plan, part: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong, and where, unless every `*.index.json` names every tensor of its folder, with its file, and
+    their total size."""
     for name in plan.indexes:
         if not (part / name).is_file():
             continue  # `lora-merge verify` reports it
-        folder, content = PurePosixPath(name).parent, _json(part / name, fix)
+        folder, content = PurePosixPath(name).parent, read_json(part / name)
         files = [f for f in plan.files if PurePosixPath(f.name).parent == folder]
         table, metadata = content.get("weight_map"), content.get("metadata")
         if (odd := _misplaced(table, files)) is not None:
-            where = f"{part / name}: {quoted(odd)}"
-            raise VerificationFailed("an index does not name every tensor in the file that has it", where, fix)
+            yield "an index does not name every tensor in the file that has it", f"{part / name}: {quoted(odd)}"
         size = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum([t.nbytes for f in files for t in f.targets])
         if size != total:
             where = f"{part / name}: total_size {size}, the tensors have {total} bytes"
-            raise VerificationFailed("an index states another size than the tensors have", where, fix)
+            yield "an index states another size than the tensors have", where
 
 
 def _misplaced(table: object, files: Sequence[OutputFile]) -> str | None:
@@ -120,22 +124,21 @@ def _misplaced(table: object, files: Sequence[OutputFile]) -> str | None:
     return str(next(iter(table.keys() - {t.stored for f in files for t in f.targets})))
 
 
-def _check_configs(plan: Plan, part: Path, fix: str) -> None:
-    """Check that every config.json has the dtype of the weights, and ties no weights that were separated."""
+def _in_configs(plan: Plan, part: Path) -> Iterator[tuple[str, str]]:
+    """Yield the same unless every config.json has the dtype of the weights, and ties no weights that were separated."""
     due = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
     for folder in dict.fromkeys(str(PurePosixPath(f.name).parent) for f in plan.files):
         path = part / folder / "config.json"
         if not path.is_file():
             continue
-        config = _json(path, fix)
+        config = read_json(path)
         dtypes = [config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
         if due is not None and any(dtype != due for dtype in dtypes):
-            what = "a configuration states another dtype than the weights have"
-            raise VerificationFailed(what, f"{path}: {dtypes[0]}", fix)
+            yield "a configuration states another dtype than the weights have", f"{path}: {dtypes[0]}"
         separated = [name for name, (old, _) in plan.resized(folder).items() if not old]
         if separated and any(_ties(config)):
-            raise VerificationFailed("a configuration ties what has weights of its own now",
-                                     f"{path}: {TIED_ENTRY}, {quoted(separated[0])}", fix)  # fmt: skip
+            where = f"{path}: {TIED_ENTRY}, {quoted(separated[0])}"
+            yield "a configuration ties what has weights of its own now", where
 
 
 def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
@@ -145,20 +148,12 @@ def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
     yield isinstance(text, dict) and text.get(TIED_ENTRY) is True
 
 
-def _check_pipeline(plan: Plan, part: Path, fix: str) -> None:
-    """Check that every component is there that `model_index.json` names and the base has."""
+def _in_pipeline(plan: Plan, part: Path) -> Iterator[tuple[str, str]]:
+    """Yield the same for each component that `model_index.json` names, the base has and the output lacks."""
     if not (part / "model_index.json").is_file():
         return
-    for name, kind in _json(part / "model_index.json", fix).items():
+    for name, kind in read_json(part / "model_index.json").items():
         named = isinstance(kind, list) and len(kind) == 2 and all(isinstance(word, str) for word in kind)
         plain = not set(name) & set("/\\:\0") and name not in ("", ".", "..")
         if named and plain and (plan.base.path / name).is_dir() and not (part / name).is_dir():
-            raise VerificationFailed("a component of the pipeline is missing", f"{part}: {quoted(name)}", fix)
-
-
-def _json(path: Path, fix: str) -> dict[str, Any]:
-    """Return a side file of the output."""
-    try:
-        return read_json(path)
-    except InputError as e:
-        raise VerificationFailed(f"a file next to the weights cannot be read: {e.what}", e.where, fix) from e
+            yield "a component of the pipeline is missing", f"{part}: {quoted(name)}"

@@ -255,10 +255,10 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
     # What a reader of the output sees.
-    encoding, grid = target.packing.encoding, plain_grid(target.dtype)
+    encoding = target.packing.encoding
     low, high = encoding.count(first), min(encoding.count(first + count), prod(target.shape))
     if (output := merged.outputs.get(target.name)) is None:
-        got = decode(stored, target.dtype)
+        got, grid = decode(stored, target.dtype), plain_grid(target.dtype)
     else:
         got, grid = output.span(low, high)
         if grid.turn is not None:

@@ -28,7 +28,7 @@ from ..paths import exists, input_name
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
-from ..proof.reference.floats import precision
+from ..proof.reference.floats import Floats
 from ..report import NOT_THE_BASE
 from ..text import Note, listed, quoted
 from .find_inputs import around, different, find
@@ -163,7 +163,7 @@ def _inexact(plan: Plan, recipe: Recipe) -> Note:
 
 def _digits(dtype: str) -> int:
     """Return the bits of a significand."""
-    return precision(dtype)[0]
+    return Floats(dtype).digits
 
 
 # What the recipes say of the adapters. The first recipe is that of the merge; the next ones are those of its base.

@@ -100,8 +100,8 @@ def test_rule_for_every_pair_of_dtypes(stored: torch.dtype, dtype: torch.dtype, 
     if not any(lost):
         got = merged(source, dtype).double()
         assert got.isfinite().all()
-        near = torch.from_numpy(floats.rounded(source.double().numpy(), next(
-            n for n in FLOATS if floats.precision(n)[2] == largest)))  # fmt: skip
+        near = torch.from_numpy(floats.Floats(next(
+            n for n in FLOATS if floats.Floats(n).largest == largest)).rounded(source.double().numpy()))  # fmt: skip
         assert torch.equal(got, near)
         return
     with pytest.raises(TooLarge):

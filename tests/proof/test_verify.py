@@ -399,13 +399,13 @@ def test_decoding_and_rounding_are_the_dtypes_own(name: str, dtype: torch.dtype)
     torch.testing.assert_close(
         torch.from_numpy(floats.decode(raw.numpy().tobytes(), name)), values, rtol=0, atol=0, equal_nan=True
     )
-    top = floats.precision(name)[2]
+    top = floats.Floats(name).largest
     finite = values[values.isfinite() & (values.abs() < top / 2)][:20000]
     between = finite * (1 + 1e-9) if dtype.itemsize < 4 else finite * (1 + 1e-17)
-    near = finite + 0.499 * torch.from_numpy(floats.step(finite.numpy(), name))
+    near = finite + 0.499 * torch.from_numpy(floats.Floats(name).step(finite.numpy()))
     for exact in (finite, between, near):
         want = exact.to(dtype).double()
-        torch.testing.assert_close(torch.from_numpy(floats.rounded(exact.numpy(), name)), want, rtol=0, atol=0)
+        torch.testing.assert_close(torch.from_numpy(floats.Floats(name).rounded(exact.numpy())), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -420,12 +420,12 @@ def test_decoding_and_rounding_are_the_dtypes_own(name: str, dtype: torch.dtype)
 def test_fp64_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     """Regression: torch casts by way of fp32, so numbers just beside a midpoint fell to the wrong side."""
     lower = torch.linspace(-4, 4, 4001, dtype=torch.float64).to(dtype).double()
-    half = 0.5 * torch.from_numpy(floats.step(lower.numpy(), name))
+    half = 0.5 * torch.from_numpy(floats.Floats(name).step(lower.numpy()))
     special = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e300, 5e-324], dtype=torch.float64)
     for exact in (lower, lower + half, lower + half * (1 + 1e-12), lower + half * (1 - 1e-12), special[:2]):
         into = torch.empty(exact.shape, dtype=dtype)
         convert(exact, into)
-        want = torch.from_numpy(floats.rounded(exact.numpy(), name))
+        want = torch.from_numpy(floats.Floats(name).rounded(exact.numpy()))
         torch.testing.assert_close(into.double(), want, rtol=0, atol=0)
     if dtype.itemsize == 2:
         into = torch.empty(special.shape, dtype=dtype)

@@ -21,7 +21,7 @@ from ...models.weights import Weight, WeightView, whole
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting
 from ...proof.recomputation import Recomputation, gathered
-from ...proof.reference.floats import Array, step
+from ...proof.reference.floats import Array, Floats
 from ..groups import Target
 from ..job import AdapterJob
 from ..module_tensors import StoredModule
@@ -166,6 +166,6 @@ def _of_value(pair: Pair, file: Index, tuned: Recomputation, stored: Recomputati
     for first in range(0, rows, at_once):
         part = slice(first, min(first + at_once, rows))
         values, expected = stored.stored(info, (rows, cols), np.arange(part.start, part.stop)), value(part)
-        if not (np.abs(values - expected) <= NEAREST * step(expected, info.dtype)).all():
+        if not (np.abs(values - expected) <= NEAREST * Floats(info.dtype).step(expected)).all():
             raise VerificationFailed("a written value is not that of the tuned checkpoint", pair.name, REDO)
     return Squares(0.0, 0.0)

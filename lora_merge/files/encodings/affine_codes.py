@@ -23,11 +23,6 @@ class Affine(Encoding):
     float_dtype: str = "BF16"  # dtype of scales and biases
     from_zeros: ClassVar[bool] = True
 
-    @property
-    def block_of_scale(self) -> tuple[int, int]:
-        """Rows and columns with one scale."""
-        return 1, self.group
-
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return q · s + b in fp32."""
         from . import bit_packing
@@ -105,4 +100,4 @@ class Affine(Encoding):
 
 def affine(size: int, *, bits: int, **settings: Any) -> Affine:
     """Return the encoding of weights with a scale and a bias for each `size` columns."""
-    return Affine.shared((size, size * bits // 8), size, bits=bits, **settings)
+    return Affine.shared((size, size * bits // 8), size, size=size, bits=bits, **settings)

@@ -87,6 +87,7 @@ class Encoding:
     # be 0, then no window carries the codes, and `CODES` is a part that belongs to the whole weight
     group: int = 1  # consecutive values that are decoded and encoded together; blocks are cut between such groups
 
+    size: int = 0  # columns, or consecutive values, with one scale; 0 for scales of other blocks, or of the weight
     label: str = ""  # the name of the format, for the user
     new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
 
@@ -137,7 +138,7 @@ class Encoding:
     @property
     def block_of_scale(self) -> tuple[int, int]:
         """Rows and columns with one scale; (0, 0) if there is one for the whole weight, or in another shape."""
-        return 0, 0
+        return (1, self.size) if self.size else (0, 0)
 
     def nbytes(self, count: int) -> int:
         """Return the bytes of the codes of `count` consecutive values, which begin a unit."""

@@ -56,16 +56,10 @@ class GroupedCodebook(Encoding):
     """Levels times a scale for each group, rounded to whole numbers, times a scale for each row; rotated."""
 
     cols: int = 0
-    size: int = 16  # columns of a group
     bits: int = 4
     rotation: int = 256
     kind: str = "F8_E4M3"  # dtype of the scales of groups
     decode_only: ClassVar[str] = FITTED
-
-    @property
-    def block_of_scale(self) -> tuple[int, int]:
-        """Rows and columns with one scale."""
-        return 1, self.size
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return round(level · s of the group) · s of the row in fp32, in the basis of the model."""

@@ -47,7 +47,6 @@ class Fp4(Encoding):
     """4-bit floating-point codes with a scale for each block of a row."""
 
     kind: str = "F8_E4M3"  # of the scales of blocks
-    size: int = 16  # columns with one scale
     cols: int = 0
     high_first: bool = False
     swizzled: bool = False
@@ -71,11 +70,6 @@ class Fp4(Encoding):
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
         bad = role == WHOLE_SCALE and not all(0 <= n < inf and (n or not self.divided) for n in values)
         return f"its scale is not a positive number: {values[0]:g}" if bad else ""
-
-    @property
-    def block_of_scale(self) -> tuple[int, int]:
-        """Rows and columns with one scale."""
-        return 1, self.size
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return e2m1 · s · g in fp32."""

@@ -45,7 +45,6 @@ class PackedInts(Encoding):
 
     bits: int = 4
     cols: int = 0
-    size: int = 0  # columns with one scale
     zeros: bool = False
     dense: bool = True  # whether a code may span two words
     scales: str = "F32"  # dtype of the scales
@@ -53,11 +52,6 @@ class PackedInts(Encoding):
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((ORDER,))
-
-    @property
-    def block_of_scale(self) -> tuple[int, int]:
-        """Rows and columns with one scale."""
-        return 1, self.size
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""

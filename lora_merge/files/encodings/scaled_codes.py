@@ -125,22 +125,9 @@ class ScaledCodes(Encoding):
 
         from . import arithmetic
 
-        count = values.numel()
-        if not self.block[0] and SCALE in parts and not parts[SCALE].item() and (self.new_scales or bool(values.any())):
-            return None
-        # One scale for the whole weight: it stays, or the caller fits it again.
         if not self.block[0]:
-            unit = self.factor_of(parts)
-            levels = values if unit == 1 else values / (unit or inf)
-            if DRAW in parts and not self.new_scales and levels.numel():
-                (bottom, top), (least, most) = self._covered(parts), levels.aminmax()
-                if not (bottom <= float(least) and float(most) <= top):
-                    return None
-            drawn = self._drawn(levels, parts)
-            if self.new_scales:  # the scale was made for the largest of all values
-                return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
-            codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
-            return None if codes is None else {CODES: codes}
+            return self._at_one_scale(values, parts)
+        count = values.numel()
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
         blocks = self._blocks(values)
@@ -158,6 +145,24 @@ class ScaledCodes(Encoding):
             levels = self._levels(blocks, scale[:, :, None, :, None])
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
+
+    def _at_one_scale(self, values: Tensor, parts: PartValues) -> PartValues | None:
+        """Return codes at the scale of the whole weight, which stays; None if the caller has to fit it again."""
+        from . import arithmetic
+
+        if SCALE in parts and not parts[SCALE].item() and (self.new_scales or bool(values.any())):
+            return None
+        unit = self.factor_of(parts)
+        levels = values if unit == 1 else values / (unit or inf)
+        if DRAW in parts and not self.new_scales and levels.numel():
+            (bottom, top), (least, most) = self._covered(parts), levels.aminmax()
+            if not (bottom <= float(least) and float(most) <= top):
+                return None
+        drawn = self._drawn(levels, parts)
+        if self.new_scales:  # the scale was made for the largest of all values
+            return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
+        codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
+        return None if codes is None else {CODES: codes}
 
     def _levels(self, blocks: Tensor, scale: Tensor) -> Tensor:
         """Return the values of blocks over their scales; 0 if a scale is 0."""

@@ -26,16 +26,10 @@ REFIT_BELOW: Final = 0.8  # share of a block's scale below which it is fitted ag
 class TableCodes(Encoding):
     """4-bit codes by a table, times a scale for each block of consecutive values."""
 
-    size: int = 64  # values with one scale
     nested: int = 0  # scales with one scale; 0 without double quantisation
     offset: float = 0.0
     fixed: ClassVar[frozenset[str]] = frozenset((MAP, NESTED_MAP))
     from_zeros: ClassVar[bool] = True
-
-    @property
-    def block_of_scale(self) -> tuple[int, int]:
-        """Rows and columns with one scale."""
-        return 1, self.size
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES, Memory, Shape, StoredTensor
@@ -92,26 +92,6 @@ def read_note(info: StoredTensor) -> Any:
 def positive(number: Any) -> TypeGuard[int]:
     """Return whether an entry of a configuration is a whole number above 0."""
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-
-class SizedTensor(Protocol):
-    """A tensor with a place in a file."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-def fills_words(tensors: Iterable[SizedTensor]) -> bool:
-    """Return whether tensors behind each other each begin at a multiple of their values' size, and so does what
-    follows."""
-    at = 0
-    for tensor in tensors:
-        if at % ITEM_BYTES.get(tensor.dtype, 1):
-            return False
-        at += tensor.nbytes
-    return at % CODES_ALIGNMENT == 0
 
 
 class NewWeight(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ..grids import Floats, Grid, LevelTable
-from ..reference.floats import Array, decode
+from ..grids import Grid, LevelTable
+from ..reference.floats import Array, Floats, decode
 
 E2M1: Final[Array] = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_LEVELS: Final = LevelTable(E2M1)

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..grids import Floats, Grid, LevelTable
-from ..reference.floats import Array, decode
+from ..grids import Grid, LevelTable
+from ..reference.floats import Array, Floats, decode
 from .codes import E2M1, BadPart
 from .ggml_grids import ordered
 

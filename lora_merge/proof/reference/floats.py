@@ -5,7 +5,7 @@ Nothing of the production code's casts is used: a wrong one must not be repeated
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from math import log2
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ _EXPONENT: Final = np.int64(0x7FF << 52)  # the bits of a float64 that hold it
 _LARGEST: Final = 2.0**971  # the step below the largest float64; infinity has none
 
 
-@lru_cache
+@cache
 def _kind(dtype: str) -> Any:
     """Return the numpy dtype; ml_dtypes, which adds formats to numpy, is imported when one of them is met."""
     row = DTYPE_ROWS[dtype]
@@ -31,16 +31,7 @@ def _kind(dtype: str) -> Any:
     return np.dtype(getattr(ml_dtypes, row.library))
 
 
-@lru_cache
-def precision(dtype: str) -> tuple[int, int, float]:
-    """Return the bits of a significand with the leading 1, the exponent of the smallest step and the largest number."""
-    import ml_dtypes
-
-    of = ml_dtypes.finfo(_kind(dtype))  # type: ignore[no-untyped-call]
-    return int(of.nmant) + 1, round(log2(float(of.smallest_subnormal))), float(of.max)
-
-
-@lru_cache
+@cache
 def _of_bytes(dtype: str) -> Array:
     """Return the value of each of the 256 bytes in a dtype of one byte: this table takes a third of the time of a
     conversion."""
@@ -61,28 +52,40 @@ def as_dtype(values: Array, dtype: str) -> Array:
         return np.asarray(values).astype(_kind(dtype)).astype(np.float64 if dtype == "F64" else np.float32)
 
 
-def step(values: Array, dtype: str) -> Array:
-    """Return the distance of neighbouring values of the dtype around each value: one unit in the last place."""
-    bits, smallest, _ = precision(dtype)
-    power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # of two, below each value
-    unit = power * 2.0 ** (1 - bits)
-    return np.minimum(np.maximum(unit, 2.0**smallest, out=unit), _LARGEST, out=unit)  # np.clip takes five times as long
+@cache
+def _precision(dtype: str) -> tuple[int, int, float]:
+    """Return the bits of a significand with the leading 1, the exponent of the smallest step and the largest number."""
+    import ml_dtypes
+
+    of = ml_dtypes.finfo(_kind(dtype))  # type: ignore[no-untyped-call]
+    return int(of.nmant) + 1, round(log2(float(of.smallest_subnormal))), float(of.max)
 
 
-def rounded(values: Array, dtype: str) -> Array:
-    """Return the nearest values of the dtype, ties to even; nothing overflows."""
-    unit = step(values, dtype)
-    return np.rint(values / unit) * unit
+class Floats:
+    """The values of a floating-point dtype."""
 
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.digits, self._smallest, self.largest = _precision(dtype)  # bits of a significand, exponent, number
 
-def saturated(values: Array, dtype: str) -> Array:
-    """Cut values to the range of the dtype; infinite ones stay, except in e4m3, which has no infinity."""
-    largest = precision(dtype)[2]
-    clipped = np.clip(values, -largest, largest)
-    return clipped if dtype == "F8_E4M3" else np.where(np.isinf(values), values, clipped)
+    def step(self, values: Array) -> Array:
+        """Return the distance of neighbouring values around each value: one unit in the last place."""
+        power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # of two, below each value
+        unit = power * 2.0 ** (1 - self.digits)
+        smallest = 2.0**self._smallest
+        return np.minimum(np.maximum(unit, smallest, out=unit), _LARGEST, out=unit)  # np.clip takes five times as long
 
+    def rounded(self, values: Array) -> Array:
+        """Return the nearest values, ties to even; nothing overflows."""
+        unit = self.step(values)
+        return np.rint(values / unit) * unit
 
-def beyond(values: Array, dtype: str) -> Array:
-    """Return which values are too large for the dtype after rounding."""
-    over = np.abs(rounded(values, dtype)) > precision(dtype)[2]
-    return over if dtype == "F8_E4M3" else over & np.isfinite(values)
+    def saturated(self, values: Array) -> Array:
+        """Return the values, cut to the range; infinite ones stay, except in e4m3, which has no infinity."""
+        clipped = np.clip(values, -self.largest, self.largest)
+        return clipped if self.dtype == "F8_E4M3" else np.where(np.isinf(values), values, clipped)
+
+    def beyond(self, values: Array) -> Array:
+        """Return which values are too large after rounding."""
+        over = np.abs(self.rounded(values)) > self.largest
+        return over if self.dtype == "F8_E4M3" else over & np.isfinite(values)
