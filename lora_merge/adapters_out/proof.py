@@ -30,7 +30,8 @@ from ..models.weights import Weight, WeightView
 from ..planning.combination import Combination
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.combination_methods import PatchRows, RowChanges, costs_all, of_weight, together
+from ..proof.combination_methods import of_weight
+from ..proof.patch_rows import PatchRows, RowChanges, costs_all, together
 from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode

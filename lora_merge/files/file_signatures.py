@@ -58,14 +58,14 @@ TEXTUAL_INVERSION: Final = "an embedding (textual inversion)"
 
 CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers instead of names"
 
-BY_NUMBERS: Final = (
+BY_ITS_PACKAGE: Final = (
     "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "
     "take a version of it with names"
 )
 
 NUNCHAKU: Final = "weights or factors packed for the kernels of nunchaku (SVDQuant)"
 
-UNPACKED: Final = "give the file that it was converted from"
+TAKE_UNCONVERTED: Final = "give the file that it was converted from"
 
 MOST_NAMES: Final = 20_000  # that are compared of a file that is not a state dict
 
@@ -156,7 +156,7 @@ def instead(what: str) -> str:
         return RIGHT_NAMES
     if part := next((part for part in PIPELINE_PARTS.values() if part in what), ""):
         return NOT_REPLACED.format(part)
-    return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == NUNCHAKU else LOAD_AT_GENERATION
+    return BY_ITS_PACKAGE if what == CLONEOFSIMO else TAKE_UNCONVERTED if what == NUNCHAKU else LOAD_AT_GENERATION
 
 
 def are_factors(loaded: Sequence[object]) -> bool:

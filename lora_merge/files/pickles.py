@@ -29,7 +29,7 @@ from ..disk.remote import complete
 from ..dtypes import DTYPE_ROWS, ITEM_BITS, Memory, StoredTensor
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
-from .file_signatures import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, instead, nested
+from .file_signatures import BY_ITS_PACKAGE, CLONEOFSIMO, are_factors, foreign, instead, nested
 from .pickle_scan import NotRun, scan
 
 if TYPE_CHECKING:
@@ -232,7 +232,9 @@ def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[Note, ..
         loaded = dict.get(loaded, inner)
         unwrapped.append(inner)
     if isinstance(loaded, list) and are_factors(loaded):
-        raise InputError(f"not a state dict but {CLONEOFSIMO}", f"{path}: {len(loaded)} tensors in a list", BY_NUMBERS)
+        raise InputError(
+            f"not a state dict but {CLONEOFSIMO}", f"{path}: {len(loaded)} tensors in a list", BY_ITS_PACKAGE
+        )
     if not isinstance(loaded, dict):
         raise InputError(
             "not a state dict",

@@ -10,17 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from ..matching.patch import Patch, PatchPart
 from ..merge_methods import MergeMethod, MethodParameters
-from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
-from .reference import REFERENCE
+from .patch_rows import PatchRows, costs_all
 from .reference.floats import Array
 
 MAGNITUDE_TOLERANCE: Final = 1e-12
@@ -76,110 +74,6 @@ class ReferenceRows:
     def largest(self) -> float:
         """The largest magnitude; 0 if there is no number."""
         return max((float(np.abs(block).max(initial=0.0)) for _, block in self.blocks()), default=0.0)
-
-
-@dataclass(frozen=True, eq=False)
-class PatchRows:
-    """The rows of one tensor that one patch changes: parts of the patch that have no row in common."""
-
-    uses: Sequence[PatchPart]
-
-    @property
-    def first(self) -> PatchPart:
-        """The first of them."""
-        return self.uses[0]
-
-    @property
-    def patch(self) -> Patch:
-        """The patch."""
-        return self.first.patch
-
-    @property
-    def strength(self) -> float:
-        """The strength on this tensor."""
-        return self.first.strength
-
-    @property
-    def cols(self) -> int:
-        """The width of the tensor."""
-        return self.first.piece.cols
-
-    @cached_property
-    def _pieces(self) -> tuple[Array, Array, Array]:
-        """The first row and the last row + 1 of every piece, in their order, and its first row in the view."""
-        places = np.array(sorted((u.piece.start, u.piece.stop, u.start) for u in self.uses))
-        assert (places[1:, 0] >= places[:-1, 1]).all(), "a view has no row twice"
-        return places[:, 0], places[:, 1], places[:, 2]
-
-    def find(self, rows: Array) -> tuple[Array | slice, Array]:
-        """Return the places in `rows` of the rows that are in a piece, and which rows of the view these are."""
-        starts, stops, first = self._pieces
-        number = np.searchsorted(starts, rows, side="right") - 1
-        inside = (number >= 0) & (rows < stops[number])
-        at = slice(None) if inside.all() else np.flatnonzero(inside)
-        return at, rows[at] + (first - starts)[number[at]]
-
-
-@dataclass(frozen=True)
-class RowChanges:
-    """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
-
-    target: OutputTensor
-    key: str = ""  # the tensor's name
-    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
-    growth: list[float] = field(default_factory=lambda: [1.0])  # by how much DoRA enlarges what underflows before it
-
-    def on(self, key: str) -> RowChanges:
-        """Return these changes for another tensor that a formula reads."""
-        return replace(self, key=key)
-
-    def enlarged(self, factors: Array) -> Array:
-        """Record the largest factor, and return the factors."""
-        self.growth.append(float(np.max(np.abs(factors[np.isfinite(factors)]), initial=1.0)))
-        return factors
-
-    @property
-    def uses(self) -> Sequence[PatchPart]:
-        """All changes of the tensor if adapters act in turn; () if differences are added."""
-        return self.target.combination.uses.get(self.key, ())
-
-
-def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
-    """Return the uses of a tensor in their order; consecutive uses of one patch become one `PatchRows`."""
-    groups: list[list[PatchPart]] = []
-    for use in uses:
-        last = groups[-1][-1] if groups else None
-        if last and last.patch is use.patch and not use.piece.transposed:
-            groups[-1].append(use)
-        else:
-            groups.append([use])
-    return [PatchRows(some) for some in groups]
-
-
-def costs_all(use: PatchPart) -> bool:
-    """Return whether one row of the formula costs as much as all of them."""
-    magnitude = use.patch.magnitude
-    row = REFERENCE.get(use.patch.algorithm)
-    return (row is not None and row.whole) or use.piece.transposed or (magnitude or ("out",))[0] == "in"
-
-
-def stored_rows(view: WeightView, rows: Array) -> Iterator[tuple[str, Array, Array]]:
-    """Yield, for every tensor that holds some of these rows of a view, its name, the places in `rows` of the rows that
-    it holds, and its own values of them. No piece of the view is transposed."""
-    if len(view.row_slices) == 1:  # as nearly always: the search below takes five times as long
-        piece = view.row_slices[0]
-        yield piece.key, np.arange(len(rows)), rows + piece.start
-        return
-    firsts = np.array([at for _, at in view.addresses()])
-    starts = np.array([piece.start for piece in view.row_slices])
-    number = np.searchsorted(firsts, rows, side="right") - 1
-    lines = rows + (starts - firsts)[number]
-    names = {key: n for n, key in enumerate(dict.fromkeys(piece.key for piece in view.row_slices))}
-    of = np.array([names[piece.key] for piece in view.row_slices])[number]
-    for key, n in names.items():
-        at = np.flatnonzero(of == n)
-        if len(at):
-            yield key, at, lines[at]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from .combination_methods import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
+from .combination_methods import of_weight, uniform
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
+from .patch_rows import PatchRows, RowChanges, costs_all, gathered, together
 from .proof_report import Bound, Exact, Findings, coarse, measure
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
@@ -415,18 +416,6 @@ class Recomputation:
                 values = values.copy()
                 values[placed[0]] += placed[1]
         return values
-
-
-def gathered(view: WeightView, rows: Array, read: Callable[[str, Array, int], Array]) -> Array:
-    """Return rows of a view from its pieces. `read`: gives rows of a stored tensor as a matrix of some columns."""
-    if any(piece.transposed for piece in view.row_slices):
-        pieces = [(p, read(p.key, np.arange(p.start, p.stop), p.cols)) for p in view.row_slices]
-        parts = [values[:, p.across].T if p.transposed else values for p, values in pieces]
-        return np.concatenate(parts)[rows]
-    values_of = np.empty((len(rows), view.matrix[1]))
-    for key, at, lines in stored_rows(view, rows):
-        values_of[at] = read(key, lines, values_of.shape[1])
-    return values_of
 
 
 def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:

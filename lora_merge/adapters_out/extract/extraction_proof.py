@@ -20,7 +20,8 @@ from ...job import Adapter
 from ...models.weights import Weight, WeightView, whole
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting
-from ...proof.recomputation import Recomputation, gathered
+from ...proof.patch_rows import gathered
+from ...proof.recomputation import Recomputation
 from ...proof.reference.floats import Array, Floats
 from ..groups import Target
 from ..job import AdapterJob

@@ -52,7 +52,7 @@ SIGNS: Final = {
 """Tensors next to quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
 
-BESIDE_WEIGHTS: Final = {
+SCALES_OF_DTYPES: Final = {
     "scale": ("SDNQ", frozenset(("F8_E4M3", "F8_E5M2", "I8", "U8"))),
     "scales": ("mlx", frozenset(("U32",))),
 }
@@ -73,7 +73,7 @@ SHOWN_CHARACTERS: Final = 80
 
 MERGE_UNQUANTISED: Final = "merge into the unquantised model"
 
-LOADED: Final = (
+LOAD_WITH_MODEL: Final = (
     "load the adapter together with the model, without a merge: nunchaku appends its factors to proj_down and "
     "proj_up, by"
     " update_lora_params; or merge into the unquantised model"
@@ -82,7 +82,7 @@ LOADED: Final = (
 
 UNMARKED: Final = "nvfp4 without a mark: its scales may be in tiles (ComfyUI) or row after row (ModelOpt)"
 
-MARKED: Final = (
+GIVE_MARK: Final = (
     "give the folder with its config.json, or the file with ComfyUI's comfy_quant; or merge into the unquantised model"
 )
 
@@ -161,7 +161,7 @@ class UnreadParts:
 
 def _instead(how: str) -> str:
     """Return what to do instead of a merge into weights of a format, with which `how` begins."""
-    return LOADED if how.startswith(SVDQUANT) else MARKED if how.startswith(UNMARKED) else MERGE_UNQUANTISED
+    return LOAD_WITH_MODEL if how.startswith(SVDQUANT) else GIVE_MARK if how.startswith(UNMARKED) else MERGE_UNQUANTISED
 
 
 def together(parts: Mapping[str, UnreadParts]) -> UnreadParts:
@@ -242,7 +242,7 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
     weight = tensors.get(f"{path}.weight")
     if last == "scale" and weight is not None and weight.dtype in QUANTISED_TYPES:
         return path, f"{spoken(weight.dtype)} with a scale for the whole weight, it has {name}"
-    how, dtypes = BESIDE_WEIGHTS.get(last, ("", frozenset[str]()))
+    how, dtypes = SCALES_OF_DTYPES.get(last, ("", frozenset[str]()))
     if weight is not None and weight.dtype in dtypes:
         return path, f"{how}, it has {name}"
     unknown = weight is not None and weight.dtype in FP8_DTYPES and not OF_OTHERS.search(last)

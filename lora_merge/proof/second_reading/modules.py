@@ -70,7 +70,7 @@ MODULE_KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
 )  # fmt: skip
 """A module is of the first kind whose roles it has, without any other role."""
 
-BELOW: Final = ".lora_up"
+LONGCAT_UP: Final = ".lora_up"
 """What LongCat-Video writes before `.blocks.0.weight`, one up factor for each layer in a fused one."""
 
 _LEVELS: Final = 3  # parts of the longest ending, with the number of a row part or the name of an adapter
@@ -132,9 +132,9 @@ def ending(name: str) -> tuple[str, str, int | None] | None:
     if len(parts) > 3 and parts[-1] == "weight" and parts[-2].isdecimal() and parts[-3] in ("lora_up", "lora_down"):
         stem = name[: -len(".".join(parts[-3:])) - 1]
         return (stem, ROLE_OF_ENDING[f"{parts[-3]}.weight"], int(parts[-2])) if len(parts[-2]) < 4 else None
-    if len(parts) > 3 and parts[0].endswith(BELOW) and (parts[1], parts[3]) == ("blocks", "weight"):
+    if len(parts) > 3 and parts[0].endswith(LONGCAT_UP) and (parts[1], parts[3]) == ("blocks", "weight"):
         role = ROLE_OF_ENDING.get(f"lora_up_{parts[2]}.weight")
-        return (parts[0].removesuffix(BELOW), role, None) if role else None
+        return (parts[0].removesuffix(LONGCAT_UP), role, None) if role else None
     if len(parts) > 2 and parts[-2] in NAMED_PARTS and parts[-1] not in ("weight", "bias"):  # `.ia3_l.default`
         return name[: -len(parts[-2]) - len(parts[-1]) - 2], ROLE_OF_ENDING.get(parts[-2], ""), None
     if len(parts) > 3 and parts[-3] in NAMED_PARTS and parts[-1] == "weight":  # `.lora_A.default.weight`

@@ -96,13 +96,13 @@ class StrengthParts:
             factor = self._blocks.factor(meaning.text, 0.0, key, network)
             return None if factor is None else not factor
         if not meaning.translated:
-            return _lies_in(meaning.path, key)
+            return _has_levels(meaning.path, key)
         if not meaning.network and not self._blocks.is_of_denoiser(key):
             return False
         names = self._translated.get(key)
         if names is None:
             return False if meaning.path[2] and self._blocks.is_outside_stacks(key) else None
-        return any(_lies_in(meaning.path, name) for name in names)
+        return any(_has_levels(meaning.path, name) for name in names)
 
     def _is_of(self, word: str, network: str) -> bool | None:
         """Return whether a network is one that a word means; None if that is not known."""
@@ -142,7 +142,7 @@ def _meanings(part: str) -> Iterator[PartMeaning]:
             yield PartMeaning(network, text)
 
 
-def _lies_in(path: re.Match[str], key: str) -> bool:
+def _has_levels(path: re.Match[str], key: str) -> bool:
     """Return whether a name has the levels of a path, with a level behind them; of layers, with a number in the range
     and a level behind it."""
     levels, flat = key.split("."), path[1].replace(".", "_")
