@@ -50,22 +50,20 @@ def _odd(sc: Array) -> Array:
 
 POINT_FORMS: Final[Mapping[str, PointForm]] = MappingProxyType({
     "IQ2_XXS": PointForm(66, "IQ2_XXS", lambda g: _span(2 + 8 * (g // 4) + g % 4, 0, 8), 8,
-                    lambda s: _span(6 + 8 * s, 28, 4), _quarter, lambda e: _span(6 + 8 * (e // 4), 7 * (e % 4), 7)),
+        lambda s: _span(6 + 8 * s, 28, 4), _quarter, lambda e: _span(6 + 8 * (e // 4), 7 * (e % 4), 7)),
     "IQ2_XS": PointForm(74, "IQ2_XS", lambda g: _span(2 + 2 * g, 0, 9), 16, lambda s: _span(66, 4 * s, 4), _quarter,
-                   lambda e: _span(2 + 2 * e, 9, 7)),
+        lambda e: _span(2 + 2 * e, 9, 7)),
     "IQ2_S": PointForm(82, "IQ2_S", lambda g: [*_span(2 + g, 0, 8), *_span(66, 2 * g, 2)], 16,
-                       lambda s: _span(74, 4 * s, 4),
-                  _quarter, lambda e: _span(34 + e, 0, 8)),
+        lambda s: _span(74, 4 * s, 4), _quarter, lambda e: _span(34 + e, 0, 8)),
     "IQ3_XXS": PointForm(98, "IQ3_XXS", lambda g: _span(2 + g, 0, 8), 8, lambda s: _span(66 + 4 * s, 28, 4),
-                    lambda sc: 2 * _quarter(sc), lambda e: _span(66 + 4 * (e // 4), 7 * (e % 4), 7)),
+        lambda sc: 2 * _quarter(sc), lambda e: _span(66 + 4 * (e // 4), 7 * (e % 4), 7)),
     "IQ3_S": PointForm(110, "IQ3_S", lambda g: [*_span(2 + g, 0, 8), *_span(66, g, 1)], 8,
-                       lambda s: _span(106, 4 * s, 4),
-                  _odd, lambda e: _span(74 + e, 0, 8)),
+        lambda s: _span(106, 4 * s, 4), _odd, lambda e: _span(74 + e, 0, 8)),
     "IQ1_S": PointForm(50, "IQ1_S", lambda g: [*_span(2 + g, 0, 8), *_span(34 + 2 * (g // 4), 3 * (g % 4), 3)], 8,
-                  lambda s: _span(34 + 2 * s, 12, 3), _odd, None, (8, lambda j: _span(34 + 2 * j, 15, 1))),
+        lambda s: _span(34 + 2 * s, 12, 3), _odd, None, (8, lambda j: _span(34 + 2 * j, 15, 1))),
     "IQ1_M": PointForm(56, "IQ1_S", lambda g: [*_span(g, 0, 8), *_span(32, 4 * g, 3)], 16,
-                  lambda s: _span(48 + 2 * (s // 4), 3 * (s % 4), 3), _odd, None,
-                  (32, lambda j: _span(32, 4 * j + 3, 1)), [b for j in range(4) for b in _span(48 + 2 * j, 12, 4)]),
+        lambda s: _span(48 + 2 * (s // 4), 3 * (s % 4), 3), _odd, None, (32, lambda j: _span(32, 4 * j + 3, 1)),
+        [b for j in range(4) for b in _span(48 + 2 * j, 12, 4)]),
 })  # fmt: skip
 
 
