@@ -123,6 +123,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     """
     if method.weighs:
         return _weighted(method, changes, strengths, n, rows, added=vector)
+    # What each adapter's method keeps of its change.
     scaled: list[Array] = []
     slack: Array = np.zeros(())
     for change, strength, seed in zip(changes, strengths, seeds, strict=True):
@@ -134,6 +135,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
         scaled.append(strength * change.at(rows))
         slack = slack + np.where(unsure, np.abs(scaled[-1]) * max(1.0, float(factor.max(initial=1.0))), 0.0)
         scaled[-1] *= factor
+    # What the changes of all adapters keep of each other.
     if method.elects or method.agrees:
         slack = 2 * slack + _doubtful(scaled, slack > 0)
     if method.elects:

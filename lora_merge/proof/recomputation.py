@@ -275,21 +275,21 @@ class Recomputation:
             self._by_patch[id(uses)] = together(uses)
         return self._by_patch[id(uses)]
 
-    def whole(self, part: PatchRows, rows: Array, cache: RowChanges) -> Array:
+    def whole(self, part: PatchRows, rows: Array, row_changes: RowChanges) -> Array:
         """Return s ΔW for rows of the stored tensor, zeros if the part changes none."""
-        placed = self._change(part, rows, cache)
+        placed = self._change(part, rows, row_changes)
         change = np.zeros((len(rows), part.cols))
         if placed is not None:
             change[placed[0]] = placed[1]
         return change
 
-    def projected(self, part: PatchRows, rows: Array, vectors: Array, cache: RowChanges) -> Array:
+    def projected(self, part: PatchRows, rows: Array, vectors: Array, row_changes: RowChanges) -> Array:
         """Return s ΔW x for vectors x [cols, n] and rows of the stored tensor, of a formula that is linear in one slot:
         the formula is computed with the slot's products with x in its place."""
         (at, rows_of), formula = part.find(rows), REFERENCE[part.patch.algorithm]
         products = np.zeros((len(rows), vectors.shape[1]))
         if len(rows_of):
-            g = self._formula_input(part.patch, rows_of, cache)
+            g = self._formula_input(part.patch, rows_of, row_changes)
 
             def read(slot: str, entries: Array | None) -> Array:
                 return g.read(slot, entries) @ vectors if slot == formula.linear else g.read(slot, entries)
@@ -297,22 +297,22 @@ class Recomputation:
             products[at] = part.strength * formula.formula(replace(g, read=read))
         return products
 
-    def spanning(self, part: PatchRows, cache: RowChanges) -> Array:
+    def spanning(self, part: PatchRows, row_changes: RowChanges) -> Array:
         """Return vectors [r, cols] of which the rows of such a ΔW are sums."""
-        return self._formula_input(part.patch, np.arange(0), cache)[REFERENCE[part.patch.algorithm].linear]
+        return self._formula_input(part.patch, np.arange(0), row_changes)[REFERENCE[part.patch.algorithm].linear]
 
-    def _change(self, part: PatchRows, rows: Array, cache: RowChanges) -> tuple[Array | slice, Array] | None:
+    def _change(self, part: PatchRows, rows: Array, row_changes: RowChanges) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
         None if none changes."""
         at, rows_of = part.find(rows)
         if not len(rows_of):
             return None
         key = part, rows.tobytes()
-        if key not in cache.changes:
-            cache.changes[key] = part.strength * self._inside(
-                part, rows[at], rows_of, partial(self._delta, row_changes=cache)
+        if key not in row_changes.changes:
+            row_changes.changes[key] = part.strength * self._inside(
+                part, rows[at], rows_of, partial(self._delta, row_changes=row_changes)
             )
-        return at, cache.changes[key]
+        return at, row_changes.changes[key]
 
     def _inside(self, part: PatchRows, rows: Array, rows_of: Array, delta: Callable[[Patch, Array], Array]) -> Array:
         """Return ΔW at strength 1 for rows of the stored tensor, seen by the patch as `rows_of`; `delta` makes it."""

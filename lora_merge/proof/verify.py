@@ -72,9 +72,11 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
 
     `measured`: what the merge measured of the change of each adapter: warnings judge that, and not the sample.
     """
+    # What the plan takes from each adapter, by a second reading of it.
     started, compared = time.monotonic(), {"bytes": 0, "of": 0, "converted": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with one_core(), ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
+        # The headers.
         report = _byte_counter(plan, progress, full=full)
         paths = [part / f.name if f.name else part for f in plan.files]
         checked, notes = [], list[Note]()
@@ -82,10 +84,12 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
         for file, path, header in zip(plan.files, paths, headers, strict=True):
             checked.append(check_header(file, path, header))
             notes += check_opened(file, path, header)
+        # The values.
         coded = _coded_outputs(paths, checked)
         merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=recorded or {}, judged=judged)
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, report)
+    # The files next to them, and what all findings together say.
     check_folder(plan, part, new=written is not None)
     _conclude(plan, merged, part, new=written is not None)
     notes += _expect_evidence(plan, merged, part)

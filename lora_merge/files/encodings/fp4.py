@@ -25,7 +25,7 @@ from .base import (
     WeightPart,
     end_margin,
 )
-from .scaled_codes import E8M0, SCALE, TILE, tiled_shape
+from .scaled_codes import E8M0, MX_COLUMNS, SCALE, TILE, tiled_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,8 @@ WHOLE_SCALE: Final = "whole"
 
 PRE: Final = "pre"
 """Role of the values by which a layer multiplies its inputs: W = decoded · diag(p)."""
+
+NVFP4_COLUMNS: Final = 16  # of a row with one scale
 
 LARGEST_CODE: Final = 6.0  # of e2m1
 LAST_STEP: Final = 2.0  # between the two largest codes
@@ -256,7 +258,7 @@ def fp4(
     With a scale of the whole weight, or with `fp8_scales`, it is nvfp4, else mxfp4.
     """
     codes, scale, nv = of.codes, of.scale, of.fp8_scales or of.whole is not None
-    size, kinds = (16, ("F8_E4M3", "U8")) if nv else (32, ("F8_E8M0", "U8"))
+    size, kinds = (NVFP4_COLUMNS, ("F8_E4M3", "U8")) if nv else (MX_COLUMNS, ("F8_E8M0", "U8"))
     if codes.dtype != "U8" or scale.dtype not in kinds or len(codes.shape) not in (2, 3) or not prod(codes.shape):
         return None
     if of.whole is not None and (of.whole.dtype != "F32" or prod(of.whole.shape) != 1):

@@ -26,6 +26,8 @@ E8M0: Final = "E8M0"
 SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
 """Dtype of a tensor of scales → how its values are stored."""
 
+MX_COLUMNS: Final = 32  # of a row with one scale, in the MX formats: mxfp8 and mxfp4
+
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
 NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
@@ -48,6 +50,13 @@ class ScaledTensors(NamedTuple):
     zero: StoredTensor | None = None
     block: tuple[int, int] | None = None
     byte_powers: bool = False
+
+    @classmethod
+    def mx(
+        cls, codes: StoredTensor, scale: StoredTensor, label: str, marks: frozenset[str] = frozenset()
+    ) -> ScaledTensors:
+        """Return the tensors of a weight of mxfp8, which has a power of two for 32 columns."""
+        return cls(codes, scale, label, marks, block=(1, MX_COLUMNS), byte_powers=True)
 
     @property
     def kind(self) -> str:

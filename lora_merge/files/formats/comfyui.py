@@ -19,9 +19,9 @@ from ...text import from_json
 from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.codebook import BOOK, ROW_SCALE, Columns, GroupedCodebook
 from ..encodings.expert_stack import one_of, stacked
-from ..encodings.fp4 import WHOLE_SCALE, Fp4Tensors, fp4
+from ..encodings.fp4 import NVFP4_COLUMNS, WHOLE_SCALE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
-from ..encodings.scaled_codes import E8M0, SCALE, ZERO, ScaledTensors, scaled, tiled_shape
+from ..encodings.scaled_codes import E8M0, MX_COLUMNS, SCALE, ZERO, ScaledTensors, scaled, tiled_shape
 from .base import (
     Checkpoint,
     NewWeight,
@@ -148,9 +148,8 @@ def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClai
         settings = {"rotation": layer.rotation if layer.form == "int8_tensorwise" else 0}
         if not settings["rotation"]:
             return None
-    block = (1, 32) if mx else None
     label, marks = LABELS.get(layer.form, FP8_SCALED), checkpoint.present(stem, *MARKS)
-    of = ScaledTensors(weight, scale, label, marks, block=block, byte_powers=mx)
+    of = (ScaledTensors.mx if mx else ScaledTensors)(weight, scale, label, marks)
     if (of.kind == E8M0) != mx:
         return None
     packing = scaled(of, **settings) or (_mxfp8_bank(of) if mx else None)
@@ -288,19 +287,19 @@ def new_int8(weight: StoredTensor) -> NewWeight | None:
 def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as fp8 with a power of two for 32 columns."""
     rows, cols = weight.shape
-    if rows % 32 or cols % 32:
+    if rows % MXFP8_ROWS or cols % MX_COLUMNS:
         return None
-    scale = new_tensor(weight, "weight_scale", "U8", tiled_shape(rows, cols // 32))
-    of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
+    scale = new_tensor(weight, "weight_scale", "U8", tiled_shape(rows, cols // MX_COLUMNS))
+    of = ScaledTensors.mx(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8")
     return _with_note(weight, scaled(of, new_scales=True, swizzled=True), {"format": "mxfp8"})
 
 
 def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as 4-bit codes with fp8 scales for 16 columns, and one scale."""
     rows, cols = weight.shape
-    if rows % 16 or cols % 16:
+    if rows % NVFP4_ROWS or cols % NVFP4_COLUMNS:
         return None
-    scale = new_tensor(weight, "weight_scale", "F8_E4M3", tiled_shape(rows, cols // 16))
+    scale = new_tensor(weight, "weight_scale", "F8_E4M3", tiled_shape(rows, cols // NVFP4_COLUMNS))
     whole = new_tensor(weight, "weight_scale_2", "F32", ())
     of = Fp4Tensors(codes_of(weight, "U8", (rows, cols // 2)), scale, "nvfp4", whole)
     return _with_note(weight, fp4(of, high_first=True, swizzled=True, new_scales=True), {"format": "nvfp4"})

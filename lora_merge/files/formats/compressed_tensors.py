@@ -18,9 +18,9 @@ from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES, StoredTensor
 from ...safe_regex import Refused, Steps, pattern
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
-from ..encodings.fp4 import Fp4Tensors, fp4
+from ..encodings.fp4 import NVFP4_COLUMNS, Fp4Tensors, fp4
 from ..encodings.packed_ints import ORDER, WORD, PackedInts
-from ..encodings.scaled_codes import SCALE, ZERO, ScaledTensors, scaled
+from ..encodings.scaled_codes import MX_COLUMNS, SCALE, ZERO, ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, new_weight, positive
 
 EMBEDDING_LAYERS: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
@@ -77,7 +77,7 @@ def _block(args: Mapping[str, Any], scale: StoredTensor) -> tuple[int, int] | No
     if args.get("strategy") == "block" and isinstance(block, list) and len(block) == 2:
         return (block[0], block[1]) if all(map(positive, block)) else None
     if scale.dtype == "U8":
-        return 1, 32
+        return 1, MX_COLUMNS
     return (1, size) if args.get("strategy") == "group" and positive(size) else None
 
 
@@ -175,9 +175,9 @@ def _shape(info: StoredTensor | None) -> tuple[int, ...]:
 def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as 4-bit codes with fp8 scales for 16 columns, and one divisor."""
     rows, cols = weight.shape
-    if cols % 16:
+    if cols % NVFP4_COLUMNS:
         return None
-    scale = new_tensor(weight, "weight_scale", "F8_E4M3", (rows, cols // 16))
+    scale = new_tensor(weight, "weight_scale", "F8_E4M3", (rows, cols // NVFP4_COLUMNS))
     whole = new_tensor(weight, "weight_global_scale", "F32", (1,))
     of = Fp4Tensors(new_tensor(weight, "weight_packed", "U8", (rows, cols // 2)), scale, "nvfp4", whole)
     return new_weight(fp4(of, divided=True, new_scales=True))
@@ -186,17 +186,17 @@ def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
 def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as fp8 with a power of two for 32 columns."""
     rows, cols = weight.shape
-    if cols % 32:
+    if cols % MX_COLUMNS:
         return None
-    scale = new_tensor(weight, "weight_scale", "U8", (rows, cols // 32))
-    of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
+    scale = new_tensor(weight, "weight_scale", "U8", (rows, cols // MX_COLUMNS))
+    of = ScaledTensors.mx(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8")
     return new_weight(scaled(of, new_scales=True))
 
 
 def nvfp4_section(unquantised: Sequence[str]) -> Mapping[str, Any]:
     """Return the section of config.json on nvfp4; `unquantised`: names of modules."""
     return _section(unquantised, "nvfp4-pack-quantized", {
-        "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn",
+        "num_bits": 4, "strategy": "tensor_group", "group_size": NVFP4_COLUMNS, "scale_dtype": "torch.float8_e4m3fn",
         "zp_dtype": "torch.float8_e4m3fn",
     })  # fmt: skip
 
@@ -204,7 +204,8 @@ def nvfp4_section(unquantised: Sequence[str]) -> Mapping[str, Any]:
 def mxfp8_section(unquantised: Sequence[str]) -> Mapping[str, Any]:
     """Return the section of config.json on mxfp8; `unquantised`: names of modules."""
     return _section(unquantised, "mxfp8-quantized", {
-        "num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+        "num_bits": 8, "strategy": "group", "group_size": MX_COLUMNS, "scale_dtype": "torch.uint8",
+        "zp_dtype": "torch.uint8",
     })  # fmt: skip
 
 

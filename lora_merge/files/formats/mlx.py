@@ -15,9 +15,9 @@ from typing import Any, Final
 from ...dtypes import ITEM_BYTES, StoredTensor
 from ..encodings.affine_codes import BIAS, affine
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
-from ..encodings.fp4 import Fp4Tensors, fp4
+from ..encodings.fp4 import NVFP4_COLUMNS, Fp4Tensors, fp4
 from ..encodings.packed_ints import WORD
-from ..encodings.scaled_codes import E8M0, SCALE, ScaledTensors, scaled
+from ..encodings.scaled_codes import E8M0, MX_COLUMNS, SCALE, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 
 BITS: Final = (1, 2, 3, 4, 5, 6, 8)
@@ -62,10 +62,10 @@ def _floats(
     """Return the claim of a weight of floating-point codes, in one of mlx's other modes."""
     mode, size, bits = settings
     packing, label = None, f"mlx {mode}"
-    if settings == ("mxfp8", 32, 8):
-        of = ScaledTensors(replace(codes, dtype="F8_E4M3", shape=shape), scale, label, block=(1, 32), byte_powers=True)
+    if settings == ("mxfp8", MX_COLUMNS, 8):
+        of = ScaledTensors.mx(replace(codes, dtype="F8_E4M3", shape=shape), scale, label)
         packing = scaled(of) if of.kind == E8M0 else None
-    elif bits == 4 and {"mxfp4": 32, "nvfp4": 16}.get(mode) == size:
+    elif bits == 4 and {"mxfp4": MX_COLUMNS, "nvfp4": NVFP4_COLUMNS}.get(mode) == size:
         halves = replace(codes, dtype="U8", shape=(*shape[:-1], shape[-1] // 2))
         packing = fp4(Fp4Tensors(halves, scale, label, None, fp8_scales=mode == "nvfp4"))
     return claimed(codes, packing and packing._replace(codes=codes), shape=shape)

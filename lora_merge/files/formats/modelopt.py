@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from ..encodings.fp4 import Fp4Tensors, fp4
-from ..encodings.scaled_codes import ScaledTensors, scaled, tiled_shape
+from ..encodings.scaled_codes import MX_COLUMNS, ScaledTensors, scaled, tiled_shape
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 
@@ -45,7 +45,7 @@ def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim | None]
         marks = checkpoint.present(stem, "input_scale")
         if weight is None or weight.dtype != "F8_E4M3" or checkpoint.present(stem, "pre_quant_scale"):
             continue
-        block = (1, 32) if scale.dtype == "U8" else (128, 128) if algorithm == "FP8_PB_WO" else None
+        block = (1, MX_COLUMNS) if scale.dtype == "U8" else (128, 128) if algorithm == "FP8_PB_WO" else None
         label = f"ModelOpt {'mxfp8' if scale.dtype == 'U8' else 'fp8'}"
         yield claimed(weight, scaled(ScaledTensors(weight, scale, label, marks, block=block, byte_powers=True)))
 

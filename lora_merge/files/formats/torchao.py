@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 from ...disk.reader import read_bytes
 from ...dtypes import StoredTensor
 from ...text import from_json
-from ..encodings.fp4 import Fp4Tensors, fp4
-from ..encodings.scaled_codes import E8M0, ScaledTensors, scaled
+from ..encodings.fp4 import NVFP4_COLUMNS, Fp4Tensors, fp4
+from ..encodings.scaled_codes import E8M0, MX_COLUMNS, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed, positive
 
 NAMES_ENTRY: Final = "tensor_names"
@@ -71,17 +71,17 @@ def _mx(of: TorchaoTensors) -> WeightClaim | None:
     element = of.settings.get("elem_dtype")
     kind = element.get("_data") if isinstance(element, Mapping) else None
     swizzled = bool(of.settings.get("is_swizzled_scales"))
-    if of.settings.get("block_size") != 32 or of.zero is not None or of.whole is not None:
+    if of.settings.get("block_size") != MX_COLUMNS or of.zero is not None or of.whole is not None:
         return None
     if (kind, of.codes.dtype) == ("float8_e4m3fn", "F8_E4M3"):
-        stored = ScaledTensors(of.codes, of.scale, of.label, of.marks, block=(1, 32), byte_powers=True)
+        stored = ScaledTensors.mx(of.codes, of.scale, of.label, of.marks)
         return claimed(of.codes, scaled(stored, swizzled=swizzled), of.name) if stored.kind == E8M0 else None
     return _halves(of, swizzled=swizzled) if kind == "float4_e2m1fn_x2" else None
 
 
 def _nvfp4(of: TorchaoTensors) -> WeightClaim | None:
     """Return the claim of a weight of 4-bit codes with fp8 scales for 16 columns."""
-    if of.settings.get("block_size") != 16 or of.zero is not None:
+    if of.settings.get("block_size") != NVFP4_COLUMNS or of.zero is not None:
         return None
     return _halves(of, swizzled=bool(of.settings.get("is_swizzled_scales")), fp8_scales=True)
 
