@@ -56,7 +56,7 @@ def packings(side: int) -> Iterator[tuple[str, Packing]]:
         assert made is not None
         yield name, made.packing
     for kind in GGUF:
-        yield kind, Packing(encoding.new_encoding(kind))
+        yield kind, Packing(encoding.ggml(kind, new_scales=True))
 
 
 def ours(packing: Packing, weight: Tensor) -> tuple[Work, Work]:
@@ -80,11 +80,8 @@ def by_gguf(name: str, weight: Tensor) -> tuple[Work | None, Work]:
     try:
         codes = quants.quantize(values, kind)
     except NotImplementedError:
-        raw: Any = encoding.new_encoding(name).encode(
-            weight.reshape(-1),
-            {CODES: torch.zeros(encoding.new_encoding(name).nbytes(weight.numel()), dtype=torch.uint8)},
-            0,
-        )
+        new = encoding.ggml(name, new_scales=True)
+        raw: Any = new.encode(weight.reshape(-1), {CODES: torch.zeros(new.nbytes(weight.numel()), dtype=torch.uint8)})
         codes = raw[CODES].numpy().reshape(len(weight), -1)
         return None, lambda: quants.dequantize(codes, kind)
     return lambda: quants.quantize(values, kind), lambda: quants.dequantize(codes, kind)

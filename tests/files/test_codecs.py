@@ -150,12 +150,12 @@ def test_blocks_of_fp4_are_the_same_whether_or_not_each_is_looked_at(
     )
     values = torch.randn(64 * 128, generator=made)
     values[:256] = 0
-    first = encode(values, parts, 0)
+    first = encode(values, parts)
     assert first is not None
     merged = packing.encoding.decode(first, 0, len(values)).view(-1) + change * torch.randn(len(values), generator=made)
-    found = encode(merged.clone(), first, 0)
+    found = encode(merged.clone(), first)
     monkeypatch.setattr(nearest_codes, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
-    every = encode(merged.clone(), first, 0)
+    every = encode(merged.clone(), first)
     assert found is not None
     assert every is not None
     assert all(torch.equal(found[role], every[role]) for role in found)
