@@ -49,7 +49,7 @@ LEFT_OUT: Final = "(slow or release or pairs or few) and not bench and not gpu a
 NO_TESTS: Final = 5  # pytest, where all are left out
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/combination_methods proof/patch_rows proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/second_reading/comparison proof/sample proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
+    "proof": "proof/verify proof/combination_methods proof/patch_rows proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/row_comparison proof/second_reading/comparison proof/sample proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
     "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods proof/second_reading/blocks proof/second_reading/parts "
     "proof/peft_initialisation proof/account",
     "matching": "matching/match matching/formula matching/split_layers matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values "

@@ -23,7 +23,7 @@ from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES, Shape, StoredTensor, flat
 from ..errors import VerificationFailed, beyond_fp64
 from ..files.checkpoint import Index, open_checkpoint
-from ..job import Adapter, Job
+from ..job import Adapter
 from ..matching.patch import PatchPart
 from ..merge_methods import MEAN, METHODS, SUM
 from ..models.weights import Weight, WeightView
@@ -139,22 +139,11 @@ def _check(comparison: Comparison, squares: Squares, path: Path) -> None:
         raise VerificationFailed("the written layer is not what the report says", where, REDO)
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The facts of a plan that `Recomputation` reads."""
-
-    job: Job
-    base: Index
-    weights: Mapping[str, Weight]
-    targets: Sequence[Any] = ()
-
-
 def recomputation(
-    job: AdapterJob, base: Index, weights: Mapping[str, Weight], reader: Reader, stored: WeightReader | None = None
+    base: Index, weights: Mapping[str, Weight], reader: Reader, stored: WeightReader | None = None
 ) -> Recomputation:
     """Return the second computation of changes of these weights, for one thread. `stored`: as for `Recomputation`."""
-    facts: Any = _Facts(job.inputs, base, weights)
-    return Recomputation(facts, reader, full=True, stored=stored)
+    return Recomputation(weights, stored or WeightReader(reader, base))
 
 
 def confirm(job: AdapterJob, inputs: InputAdapters, reader: Reader) -> None:
@@ -185,7 +174,7 @@ def known(target: Target) -> bool:
 def shaped(target: Target, again: Recomputation) -> OutputTensor:
     """Return the weight of a target with its uses, as a merge would write it."""
     key = target.uses[0].piece.key if target.uses else target.key
-    return OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses)
+    return OutputTensor(key, key, "F64", again.weights[key], 0, 0, target.uses)
 
 
 def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array:
@@ -200,7 +189,7 @@ def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array
         total += again.whole(part, lines, cache).reshape(total.shape)
         cache.changes.clear()
     for _, info, strength in target.values:
-        value = again.stored(info, (prod(again.plan.weights[target.key].shape) // cols, cols), rows)
+        value = again.stored(info, (prod(again.weights[target.key].shape) // cols, cols), rows)
         total += strength * (value - again.values(target.key, rows, cols))
     return total
 
@@ -318,7 +307,7 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
              if module.place.label in claims.layers and expected.has(part.target)]  # fmt: skip
     # Step 3: each is compared with the module of the file.
     modules = {(m.name, m.parameter): m for m in group(index).modules}
-    again = PerThread(lambda: recomputation(job, inputs.indexes[0], inputs.weights, reader))
+    again = PerThread(lambda: recomputation(inputs.indexes[0], inputs.weights, reader))
     with Reader([index]) as file:
 
         def compared(place: Place, part: PlacePart) -> Squares | None:
@@ -439,7 +428,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
     worst = max((m.layer.residual for m in modules), default=0.0)
 
     def computed(of: InputAdapters, source: Reader) -> Recomputation:
-        return recomputation(of_output, base, of.weights, source, _Drawn(source, base))
+        return recomputation(base, of.weights, source, _Drawn(source, base))
 
     with Reader(again.indexes) as file:
         confirm(job, inputs, reader)

@@ -38,9 +38,9 @@ from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
 from .proof_report import REPORT_HEADERS, Findings, remedy
-from .recomputation import UNASKED, Recomputation, Written, read_exactly
 from .reference.floats import decode
 from .reference.numpy_threads import one_core
+from .row_comparison import UNASKED, RowComparison, Written, read_exactly
 from .sample import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading.comparison import read_again
 from .weights import CodedWeight, coded_output
@@ -86,7 +86,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
             notes += check_opened(file, path, header)
         # The values.
         coded = _coded_outputs(paths, checked)
-        merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=recorded or {}, judged=judged)
+        merged = RowComparison(plan, reader, pool, full=full, outputs=coded, recorded=recorded or {}, judged=judged)
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, report)
     # The files next to them, and what all findings together say.
@@ -107,7 +107,7 @@ def keep_samples(plans: Iterable[Plan], reader: Reader) -> None:
 
 
 def _sample(plan: Plan, reader: Reader) -> Iterator[Range]:
-    merged = Recomputation(plan, reader, full=False)
+    merged = RowComparison(plan, reader, full=False)
     for file in plan.files:
         unmerged = _unmerged(file.targets, Counter(), merged.scales, full=False)
         yield from (*map(stretch, neighbours(unmerged)), *_rows(file.targets, merged))
@@ -132,7 +132,7 @@ def _byte_counter(plan: Plan, progress: Progress, *, full: bool) -> Callable[[in
 
 
 def _check(
-    targets: Sequence[OutputTensor], path: Path, merged: Recomputation, compared: dict[str, int],
+    targets: Sequence[OutputTensor], path: Path, merged: RowComparison, compared: dict[str, int],
     report: Callable[[int], object],
 ) -> None:  # fmt: skip
     """Compare the untouched bytes and merged rows of one file."""
@@ -160,7 +160,7 @@ def _check(
             os.close(fd)
 
 
-def _rows(targets: Sequence[OutputTensor], merged: Recomputation) -> list[Range]:
+def _rows(targets: Sequence[OutputTensor], merged: RowComparison) -> list[Range]:
     return [(t, *bytes_of_rows) for t in targets if t.uses for bytes_of_rows in merged.expected(t)]
 
 
@@ -244,7 +244,7 @@ def _same(target: OutputTensor, first: int, count: int, fd: Written, reader: Rea
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
-def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: Recomputation) -> int:
+def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: RowComparison) -> int:
     """Compare an unchanged tensor: bytes equal to its source's, or the nearest values of another dtype.
 
     Returns how many values were too large for the dtype and were cut; VerificationFailed unless `saturate`.
@@ -269,7 +269,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
             low, high = output.turned(low, high)
             got, grid = output.span(low, high)
     # What the base holds, and how exactly that is known.
-    if (coded := merged.stored.coded(source)) is not None:
+    if (coded := merged.again.stored.coded(source)) is not None:
         exact, written = coded.span(low, high)
         slack = written.lost(exact)
     else:
@@ -293,7 +293,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: 
     return int(np.count_nonzero(over))
 
 
-def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> None:
+def _conclude(plan: Plan, merged: RowComparison, part: Path, *, new: bool) -> None:
     """Raise VerificationFailed if any recomputed row is wrong; it names the likely cause. InputError for a `new` file
     with products that cancel."""
     f = merged.findings
@@ -318,7 +318,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
     )  # fmt: skip
 
 
-def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[Note]:
+def _expect_evidence(plan: Plan, merged: RowComparison, part: Path) -> Iterator[Note]:
     """Raise VerificationFailed if the allowed error is larger than the change itself, so that a file without the
     change would pass; yield a note instead if the user asked for just that: sums in 16 bits in this very merge, or a
     method whose choice hangs on rounding."""
@@ -360,7 +360,7 @@ def _failed(what: str, where: str, fix: str = SUSPECT_DISK) -> VerificationFaile
 
 
 def _proof(
-    plan: Plan, merged: Recomputation, compared: dict[str, int], measured: Sequence[Measure], *, full: bool
+    plan: Plan, merged: RowComparison, compared: dict[str, int], measured: Sequence[Measure], *, full: bool
 ) -> dict[str, Any]:
     f, measures = merged.findings, [measure.all for measure in _measures(plan, merged, measured)]
     shares = [
@@ -389,7 +389,7 @@ def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
     return findings.measures.to_dict(len(plan.job.adapters), groups(plan.names))
 
 
-def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Note]:
+def _warnings(plan: Plan, merged: RowComparison, measured: Sequence[Measure]) -> Iterator[Note]:
     """Yield warnings: values that are NaN or infinite, and changes too small for the dtype."""
     f = merged.findings
     if merged.unconfirmed:
@@ -404,7 +404,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
             yield measure.all.lost(input_name(ref.path), *remedy(plan, bf16=bf16))
 
 
-def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:
+def _measures(plan: Plan, merged: RowComparison, measured: Sequence[Measure]) -> Iterator[Measure]:
     """Yield the measure of each adapter's change: of the rows that were recomputed, or of more values if the merge has
     measured it."""
     for number, sample in enumerate(merged.findings.measures.of_adapters(len(plan.job.adapters))):

@@ -21,7 +21,7 @@ from lora_merge.cli.reports import plain_lines
 from lora_merge.engine.tensor_moves import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
-from lora_merge.proof import recomputation
+from lora_merge.proof import row_comparison
 from lora_merge.proof.reference import floats
 from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
@@ -102,7 +102,7 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     flip(wrong, QUERY, byte=last.nbytes - 1, bit=4)
     proofs, errors = [], []
     for chunk in (2**18, 64):
-        monkeypatch.setattr(recomputation, "ELEMENTS_AT_ONCE", chunk)
+        monkeypatch.setattr(row_comparison, "ELEMENTS_AT_ONCE", chunk)
         proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0, "survival": 0})
         with pytest.raises(VerificationFailed, match=f"row {last.shape[0] - 1}, column") as failed:
             prove(wrong, full=True)
@@ -115,7 +115,7 @@ def test_progress_of_a_tensor_in_parts_is_its_bytes(tmp_path: Path, monkeypatch:
     base = save({"a.weight": rand(100, 7)}, tmp_path / "base.safetensors")
     lora = save({"a.lora_A.weight": rand(2, 7), "a.lora_B.weight": rand(100, 2)}, tmp_path / "lora.safetensors")
     lora_merge.merge(base, lora, tmp_path / "out.safetensors")
-    monkeypatch.setattr(recomputation, "ELEMENTS_AT_ONCE", 7 * 33)
+    monkeypatch.setattr(row_comparison, "ELEMENTS_AT_ONCE", 7 * 33)
     steps: list[lora_merge.Step] = []
     lora_merge.verify(tmp_path / "out.safetensors", full=True, progress=steps.append)
     done = [step.done for step in steps if step.stage == "prove" and step.done]
@@ -200,11 +200,11 @@ def test_neighbour_on_the_other_side_of_the_exact_value_is_detected(
 
 def test_short_reads_go_on_where_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(range(40)))
-    whole = recomputation.read_at
-    monkeypatch.setattr(recomputation, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
+    whole = row_comparison.read_at
+    monkeypatch.setattr(row_comparison, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
     with (tmp_path / "x").open("rb") as f:
-        assert recomputation.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
-        assert recomputation.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
+        assert row_comparison.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
+        assert row_comparison.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
 
 
 def test_missing_module_is_detected(made: Path) -> None:
@@ -469,9 +469,9 @@ def test_lost_entry_of_the_metadata_is_detected(made: Path) -> None:
 def test_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[int, int]] = set()
     looked: set[tuple[int, int]] = set()
-    hint, read = os.posix_fadvise, recomputation.read_exactly
+    hint, read = os.posix_fadvise, row_comparison.read_exactly
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, n, why: (asked.add((at, n)), hint(fd, at, n, why)))
-    monkeypatch.setattr(recomputation, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
+    monkeypatch.setattr(row_comparison, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
     prove(made / "out.safetensors", **inputs(made))
     assert len(looked) > 20
     pages = [

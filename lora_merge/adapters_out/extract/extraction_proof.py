@@ -86,7 +86,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
     with Reader(again.indexes) as written:
         confirm(check, again, written)
         before, after, stored = (
-            PerThread(partial(recomputation, job, *of))
+            PerThread(partial(recomputation, *of))
             for of in ((base, weights[0], reader), (tuned, weights[1], reader), (base, again.weights, written))
         )
 
