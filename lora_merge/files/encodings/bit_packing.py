@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from .arithmetic import in_halves
 from .base import whole_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INT32: Final = torch.int32
 
 PLANES: Final = {
     3: (*(((b, 0, 7, 0),) for b in range(3)), *(((b, 3, 7, 0),) for b in range(3)),
@@ -26,23 +24,17 @@ PLANES: Final = {
 number. https://github.com/Disty0/sdnq src/sdnq/packed_int/unpack.py."""
 
 
-def from_bits(raw: Tensor, bits: int) -> Tensor:
-    """Return the whole numbers of 4 or 8 bits in bytes [..., n], from the lowest bits on, as int16."""
-    if bits == 8:
-        return raw.to(torch.int16)
+def from_nibbles(raw: Tensor) -> Tensor:
+    """Return the whole numbers of 4 bits in bytes [..., n], the lower half first, as int16."""
     return torch.stack([raw & 15, raw >> 4], -1).flatten(-2).to(torch.int16)
-
-
-def in_bits(integers: Tensor, bits: int) -> Tensor:
-    """Return bytes that hold whole numbers of 4 or 8 bits."""
-    small = integers.to(torch.uint8)
-    return small if bits == 8 else small[..., 0::2] | small[..., 1::2] << 4
 
 
 def from_stream(raw: Tensor, bits: int) -> Tensor:
     """Return the whole numbers of 2 to 8 bits in a stream of bytes, lowest bits first; eight take `bits` bytes."""
-    if bits in (4, 8):
-        return from_bits(raw, bits)
+    if bits == 8:
+        return raw.to(torch.int16)
+    if bits == 4:
+        return from_nibbles(raw)
     places = torch.arange(8)
     words = (raw.view(-1, bits).to(torch.int64) << 8 * places[:bits]).sum(1, keepdim=True)
     return (words >> bits * places).bitwise_and_(2**bits - 1).view(-1)
@@ -50,8 +42,10 @@ def from_stream(raw: Tensor, bits: int) -> Tensor:
 
 def in_stream(integers: Tensor, bits: int) -> Tensor:
     """Return the stream of bytes that holds whole numbers of 2 to 8 bits."""
-    if bits in (4, 8):
-        return in_bits(integers, bits).view(-1)
+    if bits == 8:
+        return integers.to(torch.uint8).view(-1)
+    if bits == 4:
+        return in_halves(integers.to(torch.uint8), high_first=False)
     places = torch.arange(8)
     words = (integers.reshape(-1, 8).to(torch.int64) << bits * places).sum(1, keepdim=True)
     return (words >> 8 * places[:bits]).bitwise_and_(255).to(torch.uint8).view(-1)
@@ -107,24 +101,3 @@ def from_words(words: Tensor, bits: int) -> Tensor:
     """Return the whole numbers in words [..., n], from the lowest bits on: [..., n, 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return torch.bitwise_right_shift(words[..., None], shifts).bitwise_and(2**bits - 1)
-
-
-def indices(integers: Sequence[int]) -> Tensor:
-    """Return whole numbers as a tensor, for indexing."""
-    return torch.tensor(integers)
-
-
-def repeated(groups: int, count: int) -> Tensor:
-    """Return the group of each of `count` values, in groups of one size."""
-    return torch.arange(groups).repeat_interleave(count // groups)
-
-
-def divided(first: int, count: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Return row and column of `count` consecutive values of a matrix, from value `first` on."""
-    return parted(torch.arange(first, first + count), cols)
-
-
-def parted(integers: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return quotients and remainders of whole numbers."""
-    whole = integers // size
-    return whole, integers - whole * size

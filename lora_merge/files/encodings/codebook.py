@@ -66,7 +66,7 @@ class GroupedCodebook(Encoding):
         from . import arithmetic, bit_packing
 
         raw = parts[CODES].view(arithmetic.BYTE).view(count // self.cols, -1)
-        codes = bit_packing.from_bits(raw[:, : self.cols // 2], 4).int()
+        codes = bit_packing.from_nibbles(raw[:, : self.cols // 2]).int()
         if self.bits == 6:
             high = bit_packing.from_stream(raw[:, self.cols // 2 :].reshape(-1), 2)
             codes = codes | high.view(codes.shape).int() << 4
@@ -94,5 +94,5 @@ class Columns(Encoding):
         scale, zero = (
             finite(parts[role], CODEBOOK_VALUES).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO)
         )
-        codes = bit_packing.from_bits(parts[CODES].view(arithmetic.BYTE), 4).float()
+        codes = bit_packing.from_nibbles(parts[CODES].view(arithmetic.BYTE)).float()
         return (codes.view(high - low, scale.shape[1], -1) - 8) * scale + zero

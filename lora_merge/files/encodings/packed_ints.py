@@ -208,25 +208,27 @@ class TransposedInts(Encoding):
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return (q - z) · s in fp32."""
-        from . import arithmetic, bit_packing
+        import torch
+
+        from . import bit_packing
 
         (rows, cols), bits = self.shape, self.bits
         low, high = first // cols, (first + count) // cols
-        raw = parts[CODES].view(bit_packing.INT32)
+        raw = parts[CODES].view(torch.int32)
         if self.along_rows:
-            each, order = WORD // bits, bit_packing.indices(ACROSS)
+            each, order = WORD // bits, torch.tensor(ACROSS)
             words = slice(low // each, -(-high // each))
             inside = slice(low - words.start * each, high - words.start * each)
             levels = bit_packing.from_words(raw.view(cols, -1)[:, words], bits)[:, :, order].flatten(1)[:, inside]
             zero = bit_packing.from_words(parts[ZERO].view(-1, rows // each)[:, words], bits)[:, :, order]
             zero = zero.flatten(1)[:, inside]
         else:
-            columns = raw.view(-1, rows)[:, low:high].t().contiguous().view(arithmetic.BYTE)
+            columns = raw.view(-1, rows)[:, low:high].t().contiguous().view(torch.uint8)
             levels = bit_packing.from_rows(columns, bits, dense=True).t()
-            whole = parts[ZERO].view(arithmetic.BYTE).view(-1, rows * bits // 8)
+            whole = parts[ZERO].view(torch.uint8).view(-1, rows * bits // 8)
             zero = bit_packing.from_rows(whole, bits, dense=True)[:, low:high] + int(self.plus_one)
         scale = finite(parts[SCALE].view(-1, rows)[:, low:high], "a scale")
-        group = parts[ORDER] if ORDER in parts else bit_packing.repeated(len(scale), cols)
+        group = parts[ORDER] if ORDER in parts else torch.arange(cols) // (cols // len(scale))
         if bool((group < 0).any()) or bool((group >= len(scale)).any()):
             raise InvalidPart("its g_idx names a group that is not there")
         return ((levels - zero[group]) * scale[group]).t().contiguous()
@@ -246,11 +248,12 @@ class SharedByteInts(Encoding):
 
     def decode(self, parts: PartValues, first: int, count: int) -> Tensor:
         """Return the values in fp32."""
-        from . import arithmetic, bit_packing
+        import torch
 
-        codes = parts[CODES].view(arithmetic.BYTE)
-        row, column = bit_packing.divided(first, count, self.cols)
-        part, inside = bit_packing.parted(row, codes.numel() // self.cols)
+        codes, number = parts[CODES].view(torch.uint8), torch.arange(first, first + count)
+        row, stored_rows = number // self.cols, codes.numel() // self.cols
+        part = row // stored_rows
+        inside, column = row - part * stored_rows, number - row * self.cols
         shift = (8 // self.bits - 1 - part if self.high_first else part) * self.bits
         levels = (codes[inside * self.cols + column] >> shift.to(codes.dtype)).bitwise_and(2**self.bits - 1).float()
         scale, zero = (finite(parts[role], "a scale or a zero point") for role in (SCALE, ZERO))
