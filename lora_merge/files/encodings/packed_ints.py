@@ -88,11 +88,10 @@ class PackedInts(Encoding):
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted((low, high), old, zero, parts)
         # The codes, in the order of the columns.
-        half = 2 ** (self.bits - 1)
         levels = (groups / scale.to(values.dtype).where(scale > 0, inf) + zero).view(rows, self.cols)
         if DRAW in parts:
             levels = stochastic_rounding.to_integers(levels, parts[DRAW].view(rows, self.cols))
-        levels = levels.round().clamp(self._least, half - 1)
+        levels = levels.round().clamp(self._least, self._half - 1)
         if order is not None:
             ordered = torch.empty_like(levels)
             ordered[:, order] = levels
@@ -107,22 +106,25 @@ class PackedInts(Encoding):
         from . import arithmetic, bit_packing
 
         codes = bit_packing.from_rows(raw.view(arithmetic.BYTE).view(rows, -1), self.bits, dense=self.dense)
-        half = 2 ** (self.bits - 1)
-        return (codes ^ half if self.signed else codes)[:, : self.cols].sub(half)
+        return (codes ^ self._half if self.signed else codes)[:, : self.cols].sub(self._half)
+
+    @property
+    def _half(self) -> int:
+        """What is added to a code to store it."""
+        return int(2 ** (self.bits - 1))
 
     @property
     def _least(self) -> int:
         """The lowest code that is written."""
-        return int(self.signed - 2 ** (self.bits - 1))
+        return self.signed - self._half
 
     def _packed(self, levels: Tensor, old: Tensor, rows: int) -> Tensor:
         from . import arithmetic, bit_packing
 
         raw = old.view(arithmetic.BYTE).view(rows, -1)
         codes = bit_packing.from_rows(raw, self.bits, dense=self.dense)
-        half = 2 ** (self.bits - 1)
-        new = (levels + half).to(codes.dtype)
-        codes[:, : self.cols] = new ^ half if self.signed else new
+        new = (levels + self._half).to(codes.dtype)
+        codes[:, : self.cols] = new ^ self._half if self.signed else new
         return bit_packing.in_rows(codes, self.bits, raw.shape[1], dense=self.dense).reshape(-1)
 
     def _groups(self, matrix: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ class PackedInts(Encoding):
         if not self.zeros:
             return 0.0
         zero = bit_packing.from_rows(self._by_group(parts[ZERO]), self.bits, dense=self.dense).t()[:rows]
-        return zero[:, :, None].float() - 2 ** (self.bits - 1)
+        return zero[:, :, None].float() - self._half
 
     def _by_group(self, zeros: Tensor) -> Tensor:
         """Return the bytes of zero points, a row of them for each group of columns."""
@@ -154,7 +156,7 @@ class PackedInts(Encoding):
 
         raw = self._by_group(old)
         codes = bit_packing.from_rows(raw, self.bits, dense=self.dense)
-        codes[:, : len(zero)] = (zero + 2 ** (self.bits - 1)).to(codes.dtype).t()
+        codes[:, : len(zero)] = (zero + self._half).to(codes.dtype).t()
         stored = bit_packing.in_rows(codes, self.bits, raw.shape[1], dense=self.dense)
         return stored.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
@@ -175,7 +177,7 @@ class PackedInts(Encoding):
 
         from . import arithmetic
 
-        (low, high), half, least, margin = ends, 2 ** (self.bits - 1), self._least, end_margin(parts)
+        (low, high), half, least, margin = ends, self._half, self._least, end_margin(parts)
         over = (high > (half - 1 + margin - zero) * old) | (low < (least - margin - zero) * old)
         if self.zeros:
             low, high = low.clamp(max=0), high.clamp(min=0)

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from ...dtypes import StoredTensor
+from ...dtypes import DTYPE_ROWS, StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
 from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 
 ACTIVATION_SCALES: Final = ("input_scale", "output_scale")
-QTYPES: Final = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
@@ -31,7 +30,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
         if codes is None:
             yield _few_bits(checkpoint, name, scale, marks)
         else:
-            packing = scaled(ScaledTensors(codes, scale, f"quanto {QTYPES.get(codes.dtype, '')}", marks))
+            packing = scaled(ScaledTensors(codes, scale, f"quanto {DTYPE_ROWS[codes.dtype].library}", marks))
             yield claimed(codes, packing, name)
 
 
