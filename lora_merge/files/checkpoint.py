@@ -36,7 +36,7 @@ from .folder_layouts import (
     weights_in,
 )
 from .formats import packing_names, recognised
-from .formats.quantization_config import SIDES, of_cache, smoothed, with_side_file
+from .formats.quantization_config import SIDE_FILES, of_cache, smoothed, with_side_file
 from .formats.unread import UnreadParts, together, unread_parts
 from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
@@ -246,7 +246,7 @@ def _indexed(path: Path, shards: Index) -> Index:
 
 def _of_model(path: Path, config: dict[str, Any], index: Index) -> Index:
     """Return the weights of a folder with its config.json and the side files of a quantised model."""
-    for name in SIDES:
+    for name in SIDE_FILES:
         if (path / name).is_file():
             config = dict(with_side_file(config, name, read_json(path / name), index.tensors))
     return replace(index, config=config).with_notes(*smoothed(config, path)).recognised()

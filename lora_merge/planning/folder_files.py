@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import InputError, UsageError
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder
 from ..files.folder_layouts import ADAPTER_CONFIG
-from ..files.formats.quantization_config import ON_QUANTISATION
+from ..files.formats.quantization_config import QUANTISATION_FILES
 from ..files.json_files import json_value
 from ..files.side_files import EMBEDDING, base_folder
 from ..paths import is_split, typed
@@ -68,7 +68,7 @@ def folder_files(matched: Matches) -> tuple[tuple[Folder, ...], dict[str, Path],
             uses.append(FileUse(file.name, "read"))
         elif path.name == ADAPTER_CONFIG and path.parent in within:
             uses.append(FileUse(file.name, "left out", MERGED))
-        elif unpacked and path.name in ON_QUANTISATION:
+        elif unpacked and path.name in QUANTISATION_FILES:
             uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))
     of_base = of_base.replaced(uses)
     # The tokenizer, of the base or of an adapter.

@@ -31,13 +31,13 @@ ACTIVATION_SCALES: Final = ("input_scale", "scale_input", "input_global_scale", 
 CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
 """Last names of scales of the cache of keys and values, and of what attention computes: one number each."""
 
-SIDES: Final[Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]]]] = MappingProxyType({
+SIDE_FILES: Final[Mapping[str, Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]]]] = MappingProxyType({
     "hf_quant_config.json": side_section, "quantize_config.json": gptq_section, "quant_config.json": awq_section,
 })  # fmt: skip
 """Files of ModelOpt, AutoGPTQ and AutoAWQ → the section in their place, by their settings and the names of the tensors.
 Newer releases write one into config.json."""
 
-ON_QUANTISATION: Final = frozenset({*SIDES, "quantization_config.json", "quanto_qmap.json"})
+QUANTISATION_FILES: Final = frozenset({*SIDE_FILES, "quantization_config.json", "quanto_qmap.json"})
 """Files that only say how the weights are quantised."""
 
 
@@ -67,11 +67,11 @@ def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_side_file(
     config: Mapping[str, Any], name: str, settings: Mapping[str, Any], tensors: Iterable[str]
 ) -> Mapping[str, Any]:
-    """Return the configuration of a folder with the section by a file of `SIDES`, unless it has one.
+    """Return the configuration of a folder with the section by a file of `SIDE_FILES`, unless it has one.
 
     `name`, `settings`: of that file.
     """
-    entries = {} if section(config) else SIDES[name](settings, tensors)
+    entries = {} if section(config) else SIDE_FILES[name](settings, tensors)
     return {**config, SECTIONS[0]: entries} if entries else config
 
 
