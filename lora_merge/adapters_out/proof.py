@@ -31,8 +31,8 @@ from ..planning.combination import Combination
 from ..planning.plan import OutputTensor
 from ..progress import Counting
 from ..proof.combination_methods import of_weight
-from ..proof.patch_rows import PatchRows, RowChanges, costs_all, together
-from ..proof.recomputation import Recomputation
+from ..proof.patch_rows import PatchRows, costs_all, together
+from ..proof.recomputation import Recomputation, RowChanges
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
 from ..proof.reference.numpy_threads import one_core
@@ -181,12 +181,12 @@ def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array
     """Return Σ s ΔW for rows of a weight, seen as a matrix `cols` wide. Its uses may see other columns, such as those
     of stacked experts: then the rows are consecutive, and have whole rows of theirs."""
     tensor = shaped(target, again)
-    total, cache = np.zeros((len(rows), cols)), RowChanges(tensor, tensor.name)
+    total, cache = np.zeros((len(rows), cols)), RowChanges(again, tensor, tensor.name)
     for part in together(target.uses):
         lines = rows
         if part.cols != cols and len(rows):
             lines = np.arange(rows[0] * cols // part.cols, (rows[-1] + 1) * cols // part.cols)
-        total += again.whole(part, lines, cache).reshape(total.shape)
+        total += cache.whole(part, lines).reshape(total.shape)
         cache.changes.clear()
     for _, info, strength in target.values:
         value = again.stored(info, (prod(again.weights[target.key].shape) // cols, cols), rows)
@@ -338,10 +338,10 @@ def _of_method(how: Combination, part: PlacePart, again: Recomputation, stored: 
     if not known(whole):
         return None
     tensor = shaped(whole, again)._replace(combination=how)
-    taking, cache = together([u for u in whole.uses if u.strength]), RowChanges(tensor, tensor.name)
+    taking, cache = together([u for u in whole.uses if u.strength]), RowChanges(again, tensor, tensor.name)
     if not taking:
         return None
-    result = of_weight(tensor, taking, np.arange(tensor.matrix[0]), lambda p, some: again.whole(p, some, cache))
+    result = of_weight(tensor, taking, np.arange(tensor.matrix[0]), cache.whole)
     order = _order(part)
     delta, slack = (values.reshape(flat(whole.shape))[order] for values in (result.total, result.slack))
     size = float(np.vdot(delta, delta))
@@ -572,7 +572,7 @@ def _random(target: Target) -> Array:
 
 def _basis(target: Target, sides: Sides) -> Array:
     """Return orthonormal vectors [cols, n] of which the rows of both changes are sums: they give the norms exactly."""
-    vectors = [again.spanning(part, cache) for side, again in sides for part, cache in _parts(side, again)]
+    vectors = [cache.spanning(part) for side, again in sides for part, cache in _parts(side, again)]
     return np.linalg.qr(np.concatenate([np.zeros((0, target.matrix[1])), *vectors]).T)[0]
 
 
@@ -586,14 +586,14 @@ def _parts(target: Target | None, again: Recomputation) -> Iterator[tuple[PatchR
     """Yield the changes that are added to a weight."""
     if target is not None:
         tensor = shaped(target, again)
-        yield from ((part, RowChanges(tensor, tensor.name)) for part in together(target.uses))
+        yield from ((part, RowChanges(again, tensor, tensor.name)) for part in together(target.uses))
 
 
 def _products(target: Target | None, again: Recomputation, out: int, vectors: Array) -> Array:
     """Return Σ s ΔW x for all rows of a weight."""
     products, rows = np.zeros((out, vectors.shape[1])), np.arange(out)
     for part, cache in _parts(target, again):
-        products += again.projected(part, rows, vectors, cache)
+        products += cache.projected(part, rows, vectors)
     return products
 
 

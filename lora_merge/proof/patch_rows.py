@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import WeightView
-from ..planning.plan import OutputTensor
 from .reference import REFERENCE
 from .reference.floats import Array
 
@@ -56,30 +54,6 @@ class PatchRows:
         inside = (number >= 0) & (rows < stops[number])
         at = slice(None) if inside.all() else np.flatnonzero(inside)
         return at, rows[at] + (first - starts)[number[at]]
-
-
-@dataclass(frozen=True)
-class RowChanges:
-    """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
-
-    target: OutputTensor
-    key: str = ""  # the tensor's name
-    changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
-    growth: list[float] = field(default_factory=lambda: [1.0])  # by how much DoRA enlarges what underflows before it
-
-    def on(self, key: str) -> RowChanges:
-        """Return these changes for another tensor that a formula reads."""
-        return replace(self, key=key)
-
-    def enlarged(self, factors: Array) -> Array:
-        """Record the largest factor, and return the factors."""
-        self.growth.append(float(np.max(np.abs(factors[np.isfinite(factors)]), initial=1.0)))
-        return factors
-
-    @property
-    def uses(self) -> Sequence[PatchPart]:
-        """All changes of the tensor if adapters act in turn; () if differences are added."""
-        return self.target.combination.uses.get(self.key, ())
 
 
 def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
