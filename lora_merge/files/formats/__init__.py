@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..encodings.base import Packing, Tensors
@@ -23,15 +23,15 @@ from . import (
     torchao,
     transformers_fp8,
 )
-from .base import Checkpoint, WeightClaim
+from .base import Checkpoint, Claims, WeightClaim
 from .quantization_config import section
 
-FORMATS: Final[tuple[Callable[[Checkpoint], Iterable[WeightClaim | None]], ...]] = (
+FORMATS: Final[tuple[Callable[[Checkpoint], Claims], ...]] = (
     comfyui.claim, transformers_fp8.claim, modelopt.claim, gpt_oss.claim, compressed_tensors.claim, bitsandbytes.claim,
     gptq.claim, aqlm.claim, mlx.claim, torchao.claim, quanto.claim, hqq.claim, sdnq.claim, musubi.claim, fnuz.claim,
 )  # fmt: skip
-"""Functions that yield the weights that a format reads, and None; the first claim of a weight counts. All other tensors
-are plain values."""
+"""Functions that yield the weights that a format reads; the first claim of a weight counts. All other tensors are plain
+values."""
 
 
 def recognised(

@@ -5,7 +5,6 @@ https://github.com/Vahe1994/AQLM inference_lib/src/aqlm/utils.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Final
 
@@ -13,13 +12,13 @@ from ...dtypes import ITEM_BYTES
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.codebook import BOOK, Aqlm
 from ..encodings.scaled_codes import SCALE
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, claimed
 
 BOOKS: Final = 1 << 24
 """Values of all codebooks of a weight; released models have at most half a million."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of AQLM whose entries are values of one row."""
     for stem in checkpoint.stems("codebooks") if checkpoint.config.get("quant_method") == "aqlm" else ():
         codes, scale = checkpoint.get(stem, "codes"), checkpoint.get(stem, "scales")

@@ -1,20 +1,20 @@
 """What a format sees of a checkpoint, the weights that it claims, and the new tensors that it writes.
 
-A format reads by a function `claim`: Checkpoint → the weights that it knows, None for one that it does not read. It
-writes by functions from a tensor of plain values to a `NewWeight`. The bytes of new tensors are zeros, or constants; a
-merge writes codes and scales over them.
+A format reads by a function `claim`: Checkpoint → the weights that it knows. It writes by functions from a tensor of
+plain values to a `NewWeight`. The bytes of new tensors are zeros, or constants; a merge writes codes and scales over
+them.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES, Memory, Shape, StoredTensor
@@ -33,6 +33,10 @@ class WeightClaim(NamedTuple):
 
     weight: StoredTensor
     packing: Packing
+
+
+Claims: TypeAlias = Iterator[WeightClaim | None]
+"""The weights that a format knows; None for one that it does not read."""
 
 
 @dataclass(frozen=True)

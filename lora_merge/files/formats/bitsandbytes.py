@@ -6,7 +6,7 @@ https://github.com/bitsandbytes-foundation/bitsandbytes bitsandbytes/functional.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, prod
 from typing import Any, Final
@@ -18,6 +18,7 @@ from ..encodings.scaled_codes import ScaledTensors, scaled
 from ..encodings.table import ABSMAX, MAP, NESTED, NESTED_MAP, TableCodes
 from .base import (
     Checkpoint,
+    Claims,
     NewWeight,
     WeightClaim,
     claimed,
@@ -42,7 +43,7 @@ NF4: Final = (
 FLAT: Final = 64  # values with one scale, of nf4
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield every weight of bitsandbytes."""
     for state in STATES:
         for name in checkpoint.stems(state):

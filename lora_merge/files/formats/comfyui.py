@@ -24,6 +24,7 @@ from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled_codes import E8M0, MX_COLUMNS, SCALE, ZERO, ScaledTensors, scaled, tiled_shape
 from .base import (
     Checkpoint,
+    Claims,
     NewWeight,
     WeightClaim,
     claimed,
@@ -80,7 +81,7 @@ class LayerNote(NamedTuple):
         return size if isinstance(size, int) and size in ROTATION_SIZES else 0
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield every weight of ComfyUI's files that is read."""
     yield from _old_style(checkpoint)
     for stem, layer in _layers(checkpoint):
@@ -124,7 +125,7 @@ def _rows_of(checkpoint: Checkpoint, stem: str, layer: LayerNote, stored: Shape,
     return rows if rows > 0 and -(-rows // unit) * unit == stored[0] else stored[0]
 
 
-def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def _old_style(checkpoint: Checkpoint) -> Claims:
     """Yield the weights next to scales of the old style, under the prefix of a mark."""
     names = checkpoint.tensors
     marks = [name.removesuffix("scaled_fp8") for name in names if name.rpartition(".")[2] == "scaled_fp8"]

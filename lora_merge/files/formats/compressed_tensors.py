@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm, prod
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import NVFP4_COLUMNS, Fp4Tensors, fp4
 from ..encodings.packed_ints import ORDER, WORD, PackedInts
 from ..encodings.scaled_codes import MX_COLUMNS, SCALE, ZERO, ScaledTensors, scaled
-from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, new_weight, positive
+from .base import Checkpoint, Claims, NewWeight, WeightClaim, claimed, codes_of, new_tensor, new_weight, positive
 
 EMBEDDING_LAYERS: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
 """Names of modules that are embeddings and no linear layers; files do not hold the class of a module."""
@@ -37,7 +37,7 @@ FP4_FORMATS: Final = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield every weight of a folder that is read; none if weights are sparse or rotated too."""
     config = checkpoint.config
     sparse = config.get("sparsity_config") or {}

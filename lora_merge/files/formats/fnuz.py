@@ -6,17 +6,16 @@ Noune et al. 2022, arXiv:2206.02915.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from ..encodings.base import Packing
 from ..encodings.table import Fnuz
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, claimed
 
 FNUZ_DTYPES: Final = {"F8_E4M3FNUZ": "fp8_e4m3fnuz", "F8_E5M2FNUZ": "fp8_e5m2fnuz"}
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the tensors of these dtypes without a scale next to them."""
     for name, info in checkpoint.tensors.items():
         if info.dtype not in FNUZ_DTYPES or not info.nbytes:

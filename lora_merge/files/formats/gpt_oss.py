@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..encodings.base import Packing, WeightPart
 from ..encodings.fp4 import Fp4
 from ..encodings.scaled_codes import E8M0, MX_COLUMNS, SCALE
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, claimed
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the experts of gpt-oss: mxfp4 of [experts, out, in], which the model knows as [experts, in, out]."""
     if checkpoint.config.get("quant_method") != "mxfp4":
         return

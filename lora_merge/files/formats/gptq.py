@@ -7,17 +7,17 @@ https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAW
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...dtypes import StoredTensor
 from ..encodings.base import CODES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.packed_ints import ORDER, WORD, TransposedInts
 from ..encodings.scaled_codes import SCALE, ZERO
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, WeightClaim, claimed
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of GPTQ and AWQ folders; but none whose values are in the order of a kernel."""
     config = checkpoint.config
     method = config.get("quant_method")

@@ -8,14 +8,13 @@ https://github.com/dropbox/hqq hqq/core/bitpack.py, quantize.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from math import prod
 from typing import Final
 
 from ...disk.reader import read_bytes
 from ...dtypes import StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, claimed
 
 SETTINGS: Final = (
     "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -25,7 +24,7 @@ SETTINGS: Final = (
 """Tensors in which HQQ stores the settings of a layer."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of HQQ, as transformers saves them."""
     for stem in checkpoint.stems("W_q"):
         codes, scale, zero = (checkpoint.get(stem, last) for last in ("W_q", "scale", "zero"))

@@ -8,7 +8,7 @@ https://github.com/ml-explore/mlx mlx/backend/cpu/quantized.cpp; mlx-lm mlx_lm/u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import NVFP4_COLUMNS, Fp4Tensors, fp4
 from ..encodings.packed_ints import WORD
 from ..encodings.scaled_codes import E8M0, MX_COLUMNS, SCALE, ScaledTensors, scaled
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, WeightClaim, claimed
 
 BITS: Final = (1, 2, 3, 4, 5, 6, 8)
 
@@ -26,7 +26,7 @@ GROUP_SIZES: Final = (16, 32, 64, 128)
 """Columns of a group."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of mlx folders."""
     config = checkpoint.config
     if "quant_method" in config or not isinstance(config.get("group_size"), int):

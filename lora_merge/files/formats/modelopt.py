@@ -6,12 +6,12 @@ https://github.com/NVIDIA/Model-Optimizer modelopt/torch/export, modelopt/torch/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.scaled_codes import MX_COLUMNS, ScaledTensors, scaled, tiled_shape
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, claimed
 from .comfyui import LAYERS_ENTRY
 
 FP8_ALGORITHMS: Final = ("FP8", "MIXED_PRECISION")
@@ -21,7 +21,7 @@ NVFP4: Final = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
 """Algorithms some layers of which, or all, are nvfp4."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of ModelOpt that are read."""
     config = checkpoint.config
     algorithm = str(config.get("quant_algo")) if config.get("quant_method") == "modelopt" else ""
@@ -37,7 +37,7 @@ def side_section(settings: Mapping[str, Any], _: Iterable[str]) -> Mapping[str, 
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else {}
 
 
-def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim | None]:
+def _fp8(checkpoint: Checkpoint, algorithm: str) -> Claims:
     """Yield the weights of fp8: a scale for the weight, for each row, each block of 128 by 128, or a power of two for
     32 columns."""
     for stem in checkpoint.stems("weight_scale"):
@@ -50,7 +50,7 @@ def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim | None]
         yield claimed(weight, scaled(ScaledTensors(weight, scale, label, marks, block=block, byte_powers=True)))
 
 
-def _nvfp4(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def _nvfp4(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of nvfp4: scales row after row, even columns in the low half."""
     for stem in checkpoint.stems("weight_scale_2"):
         codes, scale = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale")

@@ -9,12 +9,11 @@ https://github.com/ModelTC/lightx2v tools/convert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Final
 
 from ..encodings.scaled_codes import ScaledTensors, scaled
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, claimed
 from .comfyui import LAYERS_ENTRY
 
 BLOCK: Final = 128, 128  # rows and columns with one scale, of DeepGEMM
@@ -26,7 +25,7 @@ REQUIRED_TENSORS: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_sca
 """Tensors without which such a weight would be other values."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of such files; none if config.json or a mark of ComfyUI states another format."""
     marks = {name.rpartition(".")[2] for name in checkpoint.tensors} & MARKS
     if checkpoint.config or marks or LAYERS_ENTRY in checkpoint.metadata:

@@ -6,19 +6,18 @@ same bytes; W = q · s − z. https://github.com/huggingface/optimum-quanto opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Final
 
 from ...dtypes import DTYPE_ROWS, StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
 from ..encodings.scaled_codes import ScaledTensors, scaled
-from .base import Checkpoint, WeightClaim, claimed
+from .base import Checkpoint, Claims, WeightClaim, claimed
 
 ACTIVATION_SCALES: Final = ("input_scale", "output_scale")
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of optimum-quanto: codes of one byte with a scale for each row, and codes of 2 and 4 bits.
 
     The shape of the latter is stored nowhere: it follows from the bias; without one, they are not read.

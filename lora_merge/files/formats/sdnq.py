@@ -10,7 +10,7 @@ https://github.com/Disty0/sdnq src/sdnq/dequantizer.py, quantizer.py, packed_int
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import lcm, prod
 from typing import Any, Final, NamedTuple
@@ -22,7 +22,7 @@ from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Encoding, Packing, We
 from ..encodings.low_rank_sum import LowRankFactors, LowRankSums, with_factors
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled_codes import SCALE, ZERO, ScaledTensors, scaled
-from .base import Checkpoint, WeightClaim, claimed, positive
+from .base import Checkpoint, Claims, WeightClaim, claimed, positive
 
 EXTRAS: Final = ("use_codebook", "use_codebook_scale", "use_quantized_matmul", "use_quantized_matmul_conv")
 """Entries of the configuration for what is not read."""
@@ -48,7 +48,7 @@ class SdnqTensors(NamedTuple):
     rotation: int
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of SDNQ that are read."""
     config, steps = checkpoint.config, Steps()
     if config.get("quant_method") != "sdnq":

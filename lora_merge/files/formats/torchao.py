@@ -8,7 +8,7 @@ https://github.com/pytorch/ao torchao/prototype/safetensors/safetensors_support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -18,7 +18,7 @@ from ...dtypes import StoredTensor
 from ...text import from_json
 from ..encodings.fp4 import NVFP4_COLUMNS, Fp4Tensors, fp4
 from ..encodings.scaled_codes import E8M0, MX_COLUMNS, ScaledTensors, scaled
-from .base import Checkpoint, WeightClaim, claimed, positive
+from .base import Checkpoint, Claims, WeightClaim, claimed, positive
 
 NAMES_ENTRY: Final = "tensor_names"
 """Entry of the metadata with the names of all tensors."""
@@ -98,7 +98,7 @@ CLASSES: Final[Mapping[str, Callable[[TorchaoTensors], WeightClaim | None]]] = M
 """Class of a weight → how it is read. Others hold packed whole numbers, or codes in the order of a kernel."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of these classes."""
     if NAMES_ENTRY not in checkpoint.metadata:
         return

@@ -5,12 +5,12 @@ https://github.com/huggingface/transformers integrations/finegrained_fp8.py, int
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ...dtypes import StoredTensor
 from ..encodings.scaled_codes import ScaledTensors, scaled
-from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, new_weight, positive
+from .base import Checkpoint, Claims, NewWeight, claimed, codes_of, new_tensor, new_weight, positive
 
 SCALE_ENDINGS: Final = {
     "_scale_inv": "", "_scales_inv": "", ".weight_scale": ".weight", ".qscale_weight": ".weight",
@@ -24,7 +24,7 @@ ACTIVATION_SCALES: Final = ("input_scale", "activation_scale", "qscale_act")
 BLOCK_SIDE: Final = 128  # rows and columns with one scale, of block fp8
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def claim(checkpoint: Checkpoint) -> Claims:
     """Yield the fp8 weights of folders whose `quant_method` is `fp8` or `fbgemm_fp8`."""
     if checkpoint.config.get("quant_method") == "fp8":
         yield from _blocks(checkpoint)
@@ -32,7 +32,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
         yield from _fbgemm(checkpoint)
 
 
-def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def _blocks(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of fp8 with a scale for each block, or for the weight."""
     size, powers = checkpoint.config.get("weight_block_size"), checkpoint.config.get("scale_fmt") == "ue8m0"
     if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(positive, size))):
@@ -49,7 +49,7 @@ def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
         yield claimed(weight, scaled(of, powers=powers))
 
 
-def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim | None]:
+def _fbgemm(checkpoint: Checkpoint) -> Claims:
     """Yield the weights of FBGEMM: a scale for each row, or for each column of stacked experts."""
     for name, scale in checkpoint.tensors.items():
         weight = checkpoint.tensors.get(name.removesuffix("_scale")) if name.endswith("_scale") else None
