@@ -137,6 +137,15 @@ def test_zeros_may_have_the_scale_0(name: str) -> None:
         within_half_a_step(stored, torch.randn(found.total, generator=torch.Generator().manual_seed(2)) * 0.02)
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_tensor_without_axes_makes_no_format_fail(name: str) -> None:
+    example = EXAMPLES[name]((32, 64))
+    for last, tensor in example.layer.items():
+        layer = {**example.layer, last: torch.zeros((), dtype=tensor.dtype)}
+        for claim in FORMATS:
+            tuple(claim(example._replace(layer=layer).checkpoint()))
+
+
 TABLES = {"map", "nested_map", "book", "order"}
 """Roles that are no scales, shifts or factors."""
 

@@ -157,7 +157,7 @@ def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClai
     shape = weight.shape
     if mx and len(shape) == 2:
         shape = _rows_of(checkpoint, stem, layer, shape, MXFP8_ROWS), shape[1]
-    return claimed(weight, packing, shape=shape) if shape[0] else None
+    return claimed(weight, packing, shape=shape) if shape and shape[0] else None
 
 
 def _mxfp8_bank(of: ScaledTensors) -> Packing | None:
