@@ -39,7 +39,8 @@ VALUE_KINDS: Final[Mapping[str, str]] = {
     "MemoryAdapters": f"{AN_ADAPTER}, a state dict, or a list of these", "Module | LivePipeline": "a model",
     "FormerPlans": "a lora_merge.FormerPlans", "Callable[[JobReport], object]": "a function of a lora_merge.JobReport",
 }  # fmt: skip
-"""Annotation of a parameter, without its None → what its value must be, in words."""
+"""Annotation of a parameter as it is written, without its None → what its value must be, in words. A test in
+`tests/whole/test_python.py` names the annotations of public functions that lack a row."""
 
 EXAMPLES: Final[Mapping[str, str]] = {
     "base": '"base.safetensors"', "adapters": '["style.safetensors"]', "adapter": '"style.safetensors"', "rank": "16",

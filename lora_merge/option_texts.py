@@ -103,14 +103,14 @@ SPELLINGS: Final[Mapping[OptionKind, Spelling]] = MappingProxyType({
     "texts": Spelling(lambda _, words: [*words], lambda value: value),
     "settings": Spelling(lambda _, words: dict(map(parsed_setting, words)), _as_pairs),
     "entries": Spelling(lambda _, words: dict(map(metadata_entry, words)), _as_pairs),
-    "rules": Spelling(lambda _, words: dict(map(part_rule, words)), _as_pairs),
+    "ranks": Spelling(lambda _, words: dict(map(part_rule, words)), _as_pairs),
 })  # fmt: skip
 """Kind of an option → its spelling; a value of another kind is its one word."""
 
 
 # Options and commands in messages.
 
-PAIRS: Final = ("parts", "settings", "entries", "rules")
+PAIRS: Final = ("parts", "settings", "entries", "ranks")
 """Kinds of options whose values are a name and a value."""
 
 LISTS: Final = ("texts", "list", "numbers")

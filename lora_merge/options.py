@@ -68,7 +68,7 @@ DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 
 OptionKind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",
-    "entries", "rule", "rules", "texts", "list", "name", "folder",
+    "entries", "rank", "ranks", "alpha", "texts", "list", "name", "folder",
 ]  # fmt: skip
 """The kind of value that an option takes."""
 
@@ -207,20 +207,20 @@ _PARTS: Final = ("unet", "te", "vae", "transformer", "prior", "denoiser", "model
 
 
 def _row(name: str, kind: OptionKind, metavar: str, text: str, **more: Any) -> Option:
-    default = () if kind in ("rules", "texts") else None
+    default = () if kind in ("ranks", "texts") else None
     return Option(name, kind, default, text, "given", **more, metavar=metavar, group="Options")
 
 
 ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
     row.name: row
     for row in (
-        _row("rank", "rule", "RULE", "Set the rank: 32, same, energy:0.99, fro:0.9, size:50MiB …"),
-        _row("conv_rank", "rule", "RULE", "Set the rank of convolutions."),
+        _row("rank", "rank", "RULE", "Set the rank: 32, same, energy:0.99, fro:0.9, size:50MiB …"),
+        _row("conv_rank", "rank", "RULE", "Set the rank of convolutions."),
         _row("max_rank", "whole", "N", "Limit the ranks that rules choose."),
-        _row("rank_for", "rules", "PART=RULE", "Set the rank of a part, as in --strength-for; repeatable."),
+        _row("rank_for", "ranks", "PART=RULE", "Set the rank of a part, as in --strength-for; repeatable."),
         _row("algorithm", "name", "WAY", "Store layers as lora, full (whole matrices) or auto; extract: lokr too.",
              examples=("lora", "full", "auto", "lokr")),
-        _row("alpha", "rule", "ALPHA", "Store this alpha: rank (alpha = rank), keep, or a number."),
+        _row("alpha", "alpha", "ALPHA", "Store this alpha: rank (alpha = rank), keep, or a number."),
         _row("to", "name", "FORMAT", f"{_FORMATS} [default: {KEEP}]", examples=DIALECT_NAMES),
         _row("include", "texts", "PART", "Keep only these: unet, te1, IN04 … or re:REGEX of keys; repeatable.",
              examples=_PARTS),

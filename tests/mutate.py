@@ -70,7 +70,6 @@ NAMED: Final = (
     ("lora_merge/proof/reference/lycoris.py", "return factors * turned - g.w", "return factors * turned + g.w"),
     ("lora_merge/proof/reference/peft.py", "if up.shape == (k, g.out // k, rank):", "if down.shape[2] == g.cols:"),
     ("lora_merge/cli/batch_command.py", "if not quiet or s.error is not None:", "if not quiet:"),
-    ("lora_merge/cli/batch_command.py", "            if s.error is not None and not again:", "            if s.error is None and not again:"),
     ("lora_merge/viewing/base.py", "if (why := quantised(index))", "if not (why := quantised(index))"),
 )  # fmt: skip
 """(file, text in it, what is put in its place): mistakes that once failed no test."""

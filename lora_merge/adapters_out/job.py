@@ -89,6 +89,7 @@ class AdapterJob:
     """Whether a rule for ranks is stated. Without one, `convert` keeps the factors that it can keep."""
     method: str = SUM
     parameters: MethodParameters = field(default_factory=MethodParameters)
+    """Of `method`. `scale` multiplies what any method makes of the changes, here also a sum, unlike `Job.scale`."""
     algorithm: str = FACTORS
     alpha: str | float = "rank"
     include: tuple[str, ...] = ()

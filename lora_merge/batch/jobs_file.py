@@ -49,7 +49,7 @@ LISTED_MISTAKES: Final = 50  # mistakes that are listed one by one
 LONGEST_SENTENCE: Final = 300  # characters of a mistake's sentence
 OF_PARTS: Final = ("strength_for", "rank_for", "include", "exclude", "keep_precision")
 """Options that take parts of a model."""
-TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
+TEXTS: Final = ("number", "rank", "alpha", "name", "text")  # kinds of options that may hold {names} of the matrix
 PLACEHOLDERS: Final = {"base": ".", "adapters": ["."], "output": "."}  # in place of a required field that is wrong
 Entered = TypeVar("Entered", JobDefaults, JobEntry)
 

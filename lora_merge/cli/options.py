@@ -107,7 +107,7 @@ OPTION_TYPES: Final = {"switch": bool, "whole": int, "number": float}
 
 @cache  # commands share rows
 def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
-    many = option.kind in ("numbers", "parts", "settings", "entries", "rules", "texts")
+    many = option.kind in ("numbers", "parts", "settings", "entries", "ranks", "texts")
     default = None if stated or many else option.default
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
     kind: Any = list[str] if many else OPTION_TYPES.get(option.kind, words)

@@ -447,7 +447,7 @@ def by_option(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def right_value(row: Option, text: str) -> str:
     """Return a value that an option takes: the text, or what it was probably meant as; "" if that is not clear."""
     try:
-        if row.kind == "rule" and row.name != "alpha":
+        if row.kind == "rank":
             from ..adapters_out.rank_rules import parse
 
             parse(text)

@@ -172,7 +172,14 @@ class Plan(Shown):
     replaces: bool = False
 
     def with_notes(self, *notes: Note) -> Plan:
-        """Return the same plan with further messages for the user."""
+        """Return the same plan with further messages for the user.
+
+        Parameters:
+            notes: Sentences; without any the plan itself is returned.
+
+        Returns:
+            The plan; its base has the notes.
+        """
         return replace(self, base=self.base.with_notes(*notes)) if notes else self
 
     def _heading(self) -> str:

@@ -34,7 +34,7 @@ NUMBERS: Final = tuple(name for name in PARAMETER_NAMES if name != "seed")
 PLACES: Final = ("overwrite", "strength", "strength_for")
 """Options that have a place of their own in every form."""
 
-LINES: Final = ("texts", "settings", "entries", "rules")
+LINES: Final = ("texts", "settings", "entries", "ranks")
 """Kinds of options with a value in each line."""
 
 PATHS: Final = ("path", "folder")

@@ -57,7 +57,7 @@ def test_every_command_of_a_jobs_file_has_a_form_with_its_options() -> None:
 
 def test_every_kind_of_value_that_is_no_text_is_read_and_written() -> None:
     kinds = {option.kind for row in FORMS.values() for option in row.options.values()}
-    assert kinds <= {*SPELLINGS, "dtype", "device", "word", "text", "size", "rule", "name", "path", "folder"}
+    assert kinds <= {*SPELLINGS, "dtype", "device", "word", "text", "size", "rank", "alpha", "name", "path", "folder"}
 
 
 def test_every_command_line_command_with_files_has_a_form_or_a_reason() -> None:
