@@ -192,7 +192,8 @@ AdapterField: TypeAlias = Annotated[
 _TYPES: Final[Mapping[OptionKind, Any]] = {
     "device": Device, "parts": PartStrengths, "settings": dict[str, Any], "path": str, "switch": bool, "size": Size,
     "text": str, "whole": int, "number": NumberField, "entries": dict[str, str], "rank": RuleField,
-    "ranks": dict[str, RuleField], "alpha": RuleField, "texts": list[str], "list": list[float], "name": str, "folder": str,
+    "ranks": dict[str, RuleField], "alpha": RuleField, "texts": list[str], "list": list[float], "name": str,
+    "folder": str,
 }  # fmt: skip
 
 
