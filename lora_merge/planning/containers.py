@@ -217,7 +217,7 @@ def container_of(job: Job, base: Index) -> OutputContainer:
         return SafetensorsOutput(job, base)
     file = _new_file(job, base) if base.gguf is None else None
     if job.dtype not in GGUF_DTYPES:
-        right = nearest_in_bits(job.dtype, SIMPLE_TYPES)[0]
+        right = next(iter(nearest_in_bits(job.dtype, SIMPLE_TYPES)), SIMPLE_TYPES[0])
         fix = f"write `--dtype {right}`"
         if not base.path.is_dir() and job.output.suffix.lower() != GGUF:
             fix = f"write `--dtype {right} -o {typed([nearest(str(job.output.with_suffix(GGUF)))])}`"

@@ -210,11 +210,11 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if job.dtype in GGUF_TYPES:
         return OutputFormat(_blocks_of(base, job.dtype.upper()))
     where, folder = f"`--dtype {job.dtype}`", base.path.is_dir()
-    table, reader = FILE_FORMATS, "ComfyUI cannot read a file"
+    table, reader = FILE_FORMATS, "ComfyUI and Forge read no file"
     if folder:
-        table, reader = FOLDER_FORMATS, "transformers cannot read a folder"
+        table, reader = FOLDER_FORMATS, "transformers reads no folder"
     if folder and (base.components or "_class_name" in base.config):
-        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers cannot read a folder"
+        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers reads no folder"
     if job.dtype not in table:
         raise UsageError(f"{reader} in {job.dtype}", where, f"write `--dtype {'` or `--dtype '.join(table)}`")
     if folder and not base.config:

@@ -16,6 +16,7 @@ import torch
 
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.dtypes import GGUF_TYPES, QUANTISED_DTYPES
 from tests.algorithms import row_files
 from tests.corpus.calls import Call, printed
 from tests.files.other_forms import FORMS as BY_LIBRARIES
@@ -274,7 +275,7 @@ def quantising(folder: Path) -> list[Call]:
         lora |= {f"{layer}.lora_A.weight": rand(4, 256, seed=5), f"{layer}.lora_B.weight": rand(128, 4, scale=0.01)}
     save(lora, folder / "adapter.safetensors")
     rows: dict[str, Options] = {}
-    for kind in ("fp8_scaled", "fp8_block", "mxfp8", "nvfp4", "int8", "nf4"):
+    for kind in (kind for kind in QUANTISED_DTYPES if kind not in GGUF_TYPES):
         rows |= {kind: {"dtype": kind}, f"{kind}-drawn": {"dtype": kind, "rounding": "stochastic", "seed": 1}}
         rows |= {f"{kind}-none": {"dtype": kind, "keep_precision": ["none"]}}
     return [

@@ -122,7 +122,7 @@ def test_layer_of_zeros_with_the_scale_0_is_merged(name: str, scale: str, roundi
 
 
 CODES = ("weight_packed", "qweight", "weight._data", "codes", "weight")
-"""Last names of the tensors of codes."""
+"""Last names of the tensors of codes; each of FORMS has one of them."""
 
 
 @pytest.mark.few(3)

@@ -102,7 +102,7 @@ def test_formats_that_diffusers_does_not_read_are_refused_with_what_it_reads(tmp
     pipeline(tmp_path / "base")
     lora = adapter(tmp_path / "lora.safetensors")
     for dtype in ("fp8_scaled", "fp8_block", "nvfp4", "mxfp8"):
-        with pytest.raises(UsageError, match=f"diffusers cannot read a folder in {dtype}") as caught:
+        with pytest.raises(UsageError, match=f"diffusers reads no folder in {dtype}") as caught:
             lora_merge.merge(tmp_path / "base", lora, tmp_path / "out", dtype=dtype)
         assert caught.value.fix == 'write dtype="nf4" or dtype="int8"'
     assert not (tmp_path / "out").exists()
