@@ -186,7 +186,8 @@ def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array
         lines = rows
         if part.cols != cols and len(rows):
             lines = np.arange(rows[0] * cols // part.cols, (rows[-1] + 1) * cols // part.cols)
-        total += cache.whole(part, lines).reshape(total.shape)
+        if (placed := cache.change(part, lines)) is not None:
+            total.reshape(-1, part.cols)[placed[0]] += placed[1]
         cache.changes.clear()
     for _, info, strength in target.values:
         value = again.stored(info, (prod(again.weights[target.key].shape) // cols, cols), rows)
