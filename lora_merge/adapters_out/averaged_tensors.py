@@ -28,10 +28,9 @@ from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import Floats, decode
 from .factored_modules import FactoredSums, StoredValues, finite_values, read_values, weight_norms
 from .groups import OutputModule, components, layers_of_weights
-from .input_adapters import InputAdapters
+from .input_adapters import InputAdapters, open_adapters
 from .job import AdapterJob
 from .module_tensors import Layer, waiting_entry
-from .opening import open_adapters
 from .output_file import Entry, Proof, drafted, expect_room
 from .output_modules import weights_of
 from .parallel import settings_of_torch

@@ -15,9 +15,8 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from .dialects import Dialect, dialect
 from .form import Conversion
-from .input_adapters import InputAdapters, chosen_of
+from .input_adapters import InputAdapters, chosen_of, open_adapters, without_base
 from .job import AdapterJob, adapter_job
-from .opening import open_adapters, without_base
 from .output_names import spelling_of
 from .pipeline import AdapterRun, grouped, output_dtype, plan_modules, write_modules
 from .report import AdapterReport

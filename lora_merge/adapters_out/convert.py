@@ -14,9 +14,8 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from .dialects import DIALECTS, OF_INPUT, dialect, stated_dialect
 from .form import Conversion
-from .input_adapters import chosen_of
+from .input_adapters import as_named, chosen_of, open_adapters, without_base
 from .job import RANK_OPTIONS, AdapterJob, adapter_job, algorithm_of
-from .opening import as_named, open_adapters, without_base
 from .output_names import input_dialect
 from .pipeline import AdapterRun, grouped, plan_modules, write_modules
 from .rank_rules import NO_NOISE, NOISE, RankRules

@@ -185,8 +185,8 @@ def in_places(
 ) -> list[str]:
     """Return a command with files in the places BASE, ADAPTER …; [] without files that fit together.
 
-    `stated`: the files to choose from; `folders`: whether where there is none of a role, one of the folder may be
-    chosen.
+    `stated`: the files to choose from; `folders`: whether one of the folder may be chosen for a role that has no
+    file.
     """
     at = next((n for n, word in enumerate(words) if _place(word)), None)
     if at is None:

@@ -188,7 +188,7 @@ def _fit_parts(reading: TypedLine, base: TypedFile, adapters: Sequence[TypedFile
         typed = [s.typed for part in of_encoders for s in reading.strengths.pop(part)]
         _leave_out(reading, typed, f"{adapters[0].path} changes no text encoder")
     for file in adapters if "unet" in labels else ():  # of a tag, <lora:style:0.8:0.5>
-        file.fit_encoders(there=bool(encoders))
+        file.fit_encoders(in_base=bool(encoders))
 
 
 def _take_part_strengths(reading: TypedLine, adapters: Sequence[TypedFile]) -> list[Setting]:

@@ -93,10 +93,10 @@ class TypedFile:
         """Take a strength in place of its own."""
         self.strength = value
 
-    def fit_encoders(self, *, there: bool) -> None:
+    def fit_encoders(self, *, in_base: bool) -> None:
         """Leave out the strength of text encoders that it does not change, as of a tag; make it 0 if the base has none.
-        `there`: whether the base has text encoders."""
-        if not (self.has_text_encoder and there):
+        `in_base`: whether the base has text encoders."""
+        if not (self.has_text_encoder and in_base):
             self.parts = re.sub(",te=[0-9.]+", ",te=0" if self.has_text_encoder else "", self.parts)
 
     def apply_parts(self, common: Collection[str]) -> None:

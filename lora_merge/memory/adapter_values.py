@@ -17,8 +17,7 @@ from ..adapters_out.delta import spectrum
 from ..adapters_out.dialects import stated_dialect
 from ..adapters_out.factors import decomposing
 from ..adapters_out.groups import OutputModule, layers_of_weights
-from ..adapters_out.input_adapters import InputAdapters
-from ..adapters_out.opening import body_of, joined, open_adapters
+from ..adapters_out.input_adapters import InputAdapters, body_of, joined, open_adapters
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
 from ..addresses import downloads_in

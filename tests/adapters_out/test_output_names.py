@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
-from lora_merge.adapters_out.opening import expect_one_layout
+from lora_merge.adapters_out.input_adapters import expect_one_layout
 from lora_merge.errors import UsageError
 from lora_merge.models.inferred_base import InferredParameter
 from tests.kit.adapters import kohya

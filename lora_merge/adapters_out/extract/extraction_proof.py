@@ -24,9 +24,9 @@ from ...proof.patch_rows import gathered
 from ...proof.recomputation import Recomputation
 from ...proof.reference.floats import Array, Floats
 from ..groups import Target
+from ..input_adapters import open_adapters
 from ..job import AdapterJob
 from ..module_tensors import StoredModule
-from ..opening import open_adapters
 from ..output_file import Proof
 from ..parallel import PerThread
 from ..proof import (
